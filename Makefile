@@ -1,0 +1,35 @@
+# Five verbs, the same for a person and for CI; each does its own set-up.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: setup check test bench demo train clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv: about a gigabyte the first time, mostly PyTorch"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --progress-bar on --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+demo: $(READY)
+	@$(BIN)/retinue demo
+
+train: $(READY)
+	$(BIN)/python -m retinue.demo.train
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,84 @@
+"""The contract between an encoder author and everything else.
+
+Which thread runs what
+    ``build``, every ``forward_batch`` and ``close`` run on one thread, the actor, and no other:
+    CUDA graphs, streams and thread-local state made in ``build`` are valid in all of them.
+    ``preprocess`` runs on pool threads, several calls at once; it must not touch what the actor owns.
+
+What an exception means
+    ``InvalidInput`` from ``preprocess``: the caller's fault, its message is shown to the caller.
+    ``ValueError`` and ``TypeError`` from ``preprocess``: the caller's fault, its text is not shown.
+    Anything else, and anything from ``forward_batch``: the backend's fault (``EncoderFailed``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+RawT = TypeVar("RawT")
+ItemT = TypeVar("ItemT")
+ArtifactT = TypeVar("ArtifactT")
+
+
+@dataclass(frozen=True)
+class Preprocessed(Generic[ItemT]):
+    """One image, ready to be batched.
+
+    ``item``: what ``forward_batch`` gets. ``cost``: how much of ``max_batch_cost`` it takes, a positive
+    int in a unit that the author chooses (visual tokens, say). ``key``: only items of equal keys share a
+    batch; any hashable, such as a shape.
+    """
+
+    item: ItemT
+    cost: int = 1
+    key: Hashable = None
+
+
+class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
+    """What an encoder author writes: ``build``, ``forward_batch`` and, as needed, ``preprocess`` and ``close``.
+
+    The attributes are read once, when the encoder loads.
+    """
+
+    #: Largest summed cost of one ``forward_batch``; None: no cap.
+    max_batch_cost: int | None = None
+    #: Largest number of items of one ``forward_batch``; None: no cap.
+    max_batch_items: int | None = None
+    #: Costs for which a graph was captured, increasing; the last equals ``max_batch_cost``. Each
+    #: ``forward_batch`` then gets the smallest that holds its batch as ``target_bucket``.
+    buckets: Sequence[int] | None = ()
+    #: Threads for ``preprocess``; None: chosen from the cores. Unused by a backend that does not override it.
+    preprocess_concurrency: int | None = None
+
+    @abstractmethod
+    def build(self, model_id: str) -> None:
+        """Load weights, capture graphs, try the largest legal batch. Actor thread, once."""
+
+    def preprocess(self, raw: RawT) -> Preprocessed[ItemT]:
+        """Turn what a caller sends into an item. Pool threads, several at once.
+
+        A backend that does not override this has no preprocess phase: its raws are its items, of cost 1.
+        """
+        return Preprocessed(cast(ItemT, raw))
+
+    @abstractmethod
+    def forward_batch(self, items: list[ItemT], target_bucket: int | None = None) -> Sequence[ArtifactT]:
+        """Encode one batch within the limits; return one artifact per item, in order. Actor thread.
+
+        The artifacts must be finished (synchronise the stream) and must be the callers' to keep: never
+        views of a buffer that a later call overwrites. A list or tuple, or an array whose first axis is
+        the batch.
+        """
+
+    def close(self) -> None:
+        """Release what ``build`` made. Actor thread, once, after the last ``forward_batch``."""
+        return None
+
+
+#: For code that does not care about the three types.
+AnyBackend = VisionEncoderBackend[Any, Any, Any]
+
+__all__ = ["AnyBackend", "ArtifactT", "ItemT", "Preprocessed", "RawT", "VisionEncoderBackend"]

@@ -1,0 +1,69 @@
+"""The error tree: who is at fault, and what a client of a server sees.
+
+    RetinueError
+    ├── InvalidInput        (ValueError)    the caller's image or request              400, message shown
+    ├── Overloaded                          no room now; come back in retry_after s    429
+    ├── DeadlineExceeded    (TimeoutError)  waited too long                            504
+    ├── EncoderFailed       (RuntimeError)  the backend raised or broke its contract   500, message not shown
+    └── EncoderUnavailable  (RuntimeError)  not started, shutting down, crashed        503
+
+Every caller gets an exception object of its own, never one that a neighbour holds too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = [
+    "HTTP_STATUS",
+    "DeadlineExceeded",
+    "EncoderFailed",
+    "EncoderUnavailable",
+    "InvalidInput",
+    "Overloaded",
+    "RetinueError",
+]
+
+
+class RetinueError(Exception):
+    """Root of all errors that this package raises on a request's behalf."""
+
+
+class InvalidInput(RetinueError, ValueError):
+    """The caller's image or request is at fault; the message is written for the caller to read."""
+
+
+class Overloaded(RetinueError):
+    """There is no room now. ``retry_after`` says in how many seconds there probably is."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(RetinueError, TimeoutError):
+    """The request waited longer than it was allowed to."""
+
+
+class EncoderFailed(RetinueError, RuntimeError):
+    """The backend raised, or broke its contract; ``__cause__`` is what it raised.
+
+    The message may quote the backend and is for logs, not for clients.
+    """
+
+
+class EncoderUnavailable(RetinueError, RuntimeError):
+    """Nobody can serve the request: not started, shutting down, or crashed."""
+
+
+#: The status that a server answers with; one entry for each leaf of the tree.
+HTTP_STATUS: Mapping[type[RetinueError], int] = MappingProxyType(
+    {
+        InvalidInput: 400,
+        Overloaded: 429,
+        DeadlineExceeded: 504,
+        EncoderFailed: 500,
+        EncoderUnavailable: 503,
+    }
+)

@@ -38,7 +38,7 @@ class Preprocessed(Generic[ItemT]):
 
 
 class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
-    """What an encoder author writes: ``build``, ``forward_batch`` and, as needed, ``preprocess`` and ``close``.
+    """What an encoder author writes: ``build``, ``forward_batch``; if needed ``preprocess`` and ``close``.
 
     The attributes are read once, when the encoder loads.
     """
@@ -75,7 +75,6 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
 
     def close(self) -> None:
         """Release what ``build`` made. Actor thread, once, after the last ``forward_batch``."""
-        return None
 
 
 #: For code that does not care about the three types.

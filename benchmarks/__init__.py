@@ -1,0 +1,1 @@
+"""What the speed claims in docs/ rest on; each module is a program with `--help`."""

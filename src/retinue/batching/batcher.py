@@ -1,0 +1,229 @@
+"""``ThreadedMicroBatcher``: the asyncio face of the one thread that runs batches.
+
+Thread rules
+    Every method may be called from any thread, from any event loop, and from ``fn``.
+    ``submit`` belongs to the event loop that awaits it; any number of loops may submit at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from retinue.batching import exit_hook
+from retinue.batching.actor import Actor, State, logger
+from retinue.batching.planner import Limits
+from retinue.batching.records import Observer
+from retinue.errors import InvalidInput
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+SelfT = TypeVar("SelfT", bound="ThreadedMicroBatcher[Any, Any]")
+
+
+class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
+    """Runs ``fn(items) -> results`` on a thread of its own, on batches of what concurrent callers submit.
+
+    ``fn`` gets a list and returns exactly one result per item, in order, as a list or tuple (or as an array
+    whose first axis is the batch). With ``buckets`` it is called as ``fn(items, target_bucket=rung)``.
+
+    ``max_batch_cost``, ``max_batch_items``: the most that one call gets; None for no cap.
+    ``buckets``: costs for which a graph was captured, increasing, the last equal to ``max_batch_cost``.
+    ``on_start``, ``on_stop``: run on the thread before the first and after the last call; ``on_stop`` runs
+    once, if ``on_start`` succeeded, and what it raises is logged.
+    ``max_wait_s``: how long an item may wait for company while the thread is free; 0 is eager.
+    ``observer``: gets a record of each batch and request (see ``retinue.batching.records``).
+    ``join_timeout_s``: how long ``shutdown``, ``aclose`` and the interpreter's exit wait for a running call.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Sequence[ResultT]],
+        *,
+        max_batch_cost: int | None = None,
+        max_batch_items: int | None = None,
+        buckets: Sequence[int] | None = (),
+        on_start: Callable[[], object] | None = None,
+        on_stop: Callable[[], object] | None = None,
+        max_wait_s: float = 0.0,
+        observer: Observer | None = None,
+        name: str = "micro-batcher",
+        join_timeout_s: float = 10.0,
+    ) -> None:
+        self._limits = Limits(max_batch_cost, max_batch_items, tuple(buckets or ()))
+        self._name = name
+        self._join_timeout_s = _seconds(join_timeout_s, "join_timeout_s")
+        self._actor = Actor(
+            fn,
+            self._limits,
+            on_start=on_start,
+            on_stop=on_stop,
+            max_wait_s=_seconds(max_wait_s, "max_wait_s"),
+            observer=observer,
+        )
+        # Not a daemon: a daemon thread may be torn down in the middle of a call into the device.
+        self._thread = threading.Thread(target=self._actor.run, name=name, daemon=False)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the thread and wait until ``on_start`` has run on it; raises what that raised.
+
+        ``RuntimeError`` for a second start, also while the first still runs; ``EncoderUnavailable`` if it was
+        shut down meanwhile.
+        """
+        self._spawn()
+        try:
+            self._actor.started.result()
+        except Exception:
+            self._thread.join()
+            raise
+        except BaseException:  # Ctrl-C while on_start runs
+            self._actor.close()
+            raise
+
+    async def astart(self) -> None:
+        """``start`` without blocking the event loop; a caller who leaves shuts it down."""
+        self._spawn()
+        try:
+            await asyncio.wrap_future(self._actor.started)
+        except Exception:
+            await asyncio.wrap_future(self._actor.stopped)
+            self._thread.join()
+            raise
+        except BaseException:
+            self._actor.close()
+            raise
+
+    def shutdown(self, wait: bool = True, *, drain: bool = False) -> None:
+        """Take no more requests, then end the thread; may be called at any moment, again, and from ``fn``.
+
+        What waits fails with ``EncoderUnavailable``, or is served first with ``drain``. A running call
+        finishes and is answered. ``wait`` blocks until the thread has ended, or for ``join_timeout_s``; on
+        the thread itself it never blocks. Before ``start`` it does nothing.
+        """
+        self._actor.close(drain=drain)
+        if wait and self._is_others_to_join():
+            concurrent.futures.wait([self._actor.stopped], timeout=self._join_timeout_s)
+            self._reap()
+
+    async def aclose(self, *, drain: bool = False) -> None:
+        """``shutdown`` without blocking the event loop."""
+        self._actor.close(drain=drain)
+        if self._is_others_to_join():
+            stopped = asyncio.wrap_future(self._actor.stopped)
+            try:
+                await asyncio.wait({stopped}, timeout=self._join_timeout_s)
+            finally:
+                stopped.cancel()  # only our wait for it
+            self._reap()
+
+    async def __aenter__(self: SelfT) -> SelfT:
+        await self.astart()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # ---- requests
+
+    async def submit(
+        self,
+        items: Sequence[ItemT],
+        costs: Sequence[int] | None = None,
+        keys: Sequence[Hashable] | None = None,
+    ) -> list[ResultT]:
+        """Have ``items`` run, in any batches; return one result per item, in order.
+
+        ``costs``: one positive int per item, 1 where not given. ``keys``: one hashable per item; only equal
+        keys share a batch. The request enters whole or not at all. Cancelling it takes every item with
+        it that no batch has claimed; a claimed one finishes and its result is dropped.
+
+        Raises ``InvalidInput`` for costs or keys that cannot be, naming the item; ``EncoderFailed`` if ``fn``
+        raised (``__cause__``) or broke its contract; ``EncoderUnavailable`` before start, after shutdown and
+        after a crash.
+        """
+        count = len(items)
+        if costs is not None or keys is not None:
+            costs, keys = self._checked(count, costs, keys)
+        if not count:
+            self._actor.check_open()
+            return []
+        request = self._actor.enqueue(asyncio.get_running_loop(), items, costs, keys)
+        del items, costs, keys  # a traceback through here must not keep them
+        try:
+            await request.future
+        except GeneratorExit:
+            self._actor.abandon(request)
+            raise
+        except BaseException:
+            self._actor.withdraw(request)
+            raise
+        if request.error is None:
+            return request.results
+        error = request.error
+        try:
+            raise error
+        finally:
+            del error, request  # they would close a cycle with the traceback
+
+    def _checked(
+        self, count: int, costs: Sequence[int] | None, keys: Sequence[Hashable] | None
+    ) -> tuple[list[int] | None, list[Hashable] | None]:
+        """``costs`` as ints and ``keys``, as many as there are items, or ``InvalidInput``."""
+        for name, values in (("costs", costs), ("keys", keys)):
+            if values is not None and len(values) != count:
+                raise InvalidInput(f"{name} has {len(values)} entries for {count} items")
+        if costs is not None:
+            admit = self._limits.admit
+            costs = [admit(cost, index, count) for index, cost in enumerate(costs)]
+        if keys is not None:
+            for index, key in enumerate(keys):
+                _check_hashable(key, index, count)
+            keys = list(keys)
+        return costs, keys
+
+    # ---- the thread
+
+    def _spawn(self) -> None:
+        if not self._actor.begin():
+            raise RuntimeError(f"{self._name}: start() called twice")
+        exit_hook.register(self._thread, self._actor, grace_s=self._join_timeout_s)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._actor.give_up()
+            raise
+
+    def _is_others_to_join(self) -> bool:
+        return self._thread is not threading.current_thread() and self._actor.state is not State.NEW
+
+    def _reap(self) -> None:
+        if self._actor.stopped.done():
+            if self._thread.ident is not None:  # None: it could not be started
+                self._thread.join()  # it is past its last line
+        else:
+            logger.warning(
+                "%s: a call still runs %g s after shutdown began (join_timeout_s); leaving it",
+                self._name,
+                self._join_timeout_s,
+            )
+
+
+def _check_hashable(key: Hashable, index: int, count: int) -> None:
+    try:
+        hash(key)
+    except TypeError:
+        raise InvalidInput(
+            f"item {index + 1} of {count}: a key must be hashable, got {type(key).__name__}"
+        ) from None
+
+
+def _seconds(value: float, name: str) -> float:
+    if isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds >= 0, got {value!r}")
+    return float(value)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -33,6 +32,7 @@ from retinue.batching.outcome import (
     call_failed,
     crashed,
     forget_frames,
+    log_error,
     one_per_item,
     shut_down,
     start_error,
@@ -40,8 +40,6 @@ from retinue.batching.outcome import (
 from retinue.batching.planner import Limits, Plan, Waiting, Work
 from retinue.batching.records import BatchRecord, Observer, RequestRecord
 from retinue.errors import EncoderUnavailable, RetinueError
-
-logger = logging.getLogger("retinue")
 
 
 class State(Enum):
@@ -305,14 +303,14 @@ class Actor:
             while self._wait_for_work():
                 self.step()
         except BaseException as error:
-            logger.critical("the batching thread crashed", exc_info=error)
             self._crash(error)
+            log_error("the batching thread crashed", error)
         finally:
             try:
                 if self._on_stop is not None:
                     self._on_stop()
-            except BaseException:
-                logger.exception("on_stop raised")
+            except BaseException as error:
+                log_error("on_stop raised", error)
 
     def _wait_for_work(self) -> bool:
         """Sleep until a batch is due (True) or there is nothing left to serve (False)."""
@@ -366,7 +364,7 @@ class Actor:
             results = self._fn(items) if bucket is None else self._fn(items, target_bucket=bucket)
             return one_per_item(results, expected), None
         except BaseException as error:  # SystemExit too: the caller's process is not fn's to end
-            logger.error("a call with %d items failed", expected, exc_info=error)
+            log_error(f"a call with {expected} items failed", error)
             return (), error
 
     # ---- endings: under the lock
@@ -470,8 +468,8 @@ class Actor:
                     self._observer.on_batch(record)
                 else:
                     self._observer.on_request(record)
-            except Exception:
-                logger.exception("an observer raised")
+            except Exception as error:
+                log_error("an observer raised", error)
 
 
 def _wake(futures: Iterable[asyncio.Future[None]]) -> None:

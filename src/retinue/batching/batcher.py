@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from retinue.batching import exit_hook
-from retinue.batching.actor import Actor, State, logger
+from retinue.batching.actor import Actor, State
+from retinue.batching.outcome import logger
 from retinue.batching.planner import Limits
 from retinue.batching.records import Observer
 from retinue.errors import InvalidInput

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from retinue.errors import EncoderFailed, EncoderUnavailable, RetinueError
+
+logger = logging.getLogger("retinue")
 
 
 def one_per_item(results: Any, expected: int) -> Sequence[Any]:
@@ -50,6 +54,12 @@ def forget_frames(error: BaseException) -> None:
             seen.add(id(link))
             traceback.clear_frames(link.__traceback__)
             errors += (link.__cause__, link.__context__)
+
+
+def log_error(what: str, error: BaseException) -> None:
+    """Log ``error`` with its traceback; a handler that raises must not take the thread with it."""
+    with contextlib.suppress(Exception):
+        logger.error(what, exc_info=error)
 
 
 def _caused_by(error: RetinueError, cause: BaseException) -> RetinueError:

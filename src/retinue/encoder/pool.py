@@ -11,14 +11,12 @@ Thread rules
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import queue
 import threading
 from collections.abc import Callable
 
 from retinue.batching import exit_hook
-
-logger = logging.getLogger("retinue")
+from retinue.batching.outcome import log_error
 
 Job = Callable[[], object]
 
@@ -78,8 +76,8 @@ class Pool:
                 return
             try:
                 job()
-            except BaseException:
-                logger.exception("a preprocessing job raised")
+            except BaseException as error:
+                log_error("a preprocessing job raised", error)
             del job  # idle threads keep nothing alive
 
     def _leave(self) -> None:

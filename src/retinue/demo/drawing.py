@@ -1,20 +1,21 @@
 """Draws the pictures that the demo model learns from, and those that the demo shows.
 
-Digits come from fonts (matplotlib's for training; Pillow's own is held out and never learnt from) and from
-the *Optical Recognition of Handwritten Digits* data set, as scikit-learn ships it (a fifth of it is held out).
-Each is inked in a named color on dark or light paper, anywhere in a picture of almost any size.
+Digits come from fonts (matplotlib's for training; Pillow's own is held out and never learnt from) and
+from the *Optical Recognition of Handwritten Digits* data set, as scikit-learn ships it (a fifth of it is held
+out). Each is inked in a named color on dark or light paper, anywhere in a picture of almost any size.
 
-``python -m retinue.demo.drawing OUT`` draws candidates for the pictures folder.
+``python -m retinue.demo.drawing OUT`` draws the pictures folder.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+import sys
+import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -59,7 +60,7 @@ def font_glyphs() -> Glyphs:
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 
-    @lru_cache(maxsize=None)
+    @cache
     def font(name: str, size: int) -> ImageFont.FreeTypeFont:
         return ImageFont.truetype(folder / f"{name}.ttf", size)
 
@@ -76,7 +77,7 @@ def font_glyphs() -> Glyphs:
 def held_out_font_glyphs() -> Glyphs:
     """Digits in Pillow's own font."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
         return ImageFont.load_default(size)
 
@@ -176,3 +177,37 @@ def _grain(rng: random.Random, picture: Image.Image) -> Image.Image:
     pixels = np.asarray(picture, np.int16)
     noise = np.random.default_rng(rng.getrandbits(32)).integers(-14, 15, pixels.shape)
     return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
+
+
+def write_pictures(out: Path, count: int, seed: int) -> None:
+    """Write ``count`` pictures of what was held out, and of fonts that were not, of many sizes and formats.
+
+    Each name begins with the digit that the picture shows. Every digit is drawn equally often.
+    """
+    kinds = {
+        "handwritten": handwritten_glyphs(held_out=True),
+        "rendered": font_glyphs(),
+        "held-out-font": held_out_font_glyphs(),
+    }
+    formats: tuple[tuple[str, dict[str, int]], ...] = (
+        ("png", {}),
+        ("jpg", {"quality": 90}),
+        ("webp", {"quality": 90}),
+    )
+    rng = random.Random(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        kind = list(kinds)[number % len(kinds)]
+        suffix, options = formats[number // len(kinds) % len(formats)]
+        short = round(math.exp(rng.uniform(math.log(18), math.log(80 if suffix == "png" else 400))))
+        long = round(short * rng.choice((1, 1, 1.3, 1.8)))
+        size = (short, long) if rng.random() < 0.5 else (long, short)
+        while True:
+            picture, label = draw(rng, kinds[kind], size)
+            if label.digit == number % 10:
+                break
+        picture.save(out / f"{label.digit}-{kind}-{number:02}.{suffix}", **options)
+
+
+if __name__ == "__main__":
+    write_pictures(Path(sys.argv[1]), count=48, seed=20)

@@ -1,8 +1,8 @@
 """Trains the demo model: ``python -m retinue.demo.train [--out DIR] [--smoke]``.
 
-First the vision encoder learns to name the digit and the color of a picture, by two small heads that are thrown
-away afterwards; then it learns together with the language model to answer questions about one picture,
-about two, about four. What is measured at the end is what was written, read back.
+First the vision encoder learns to name the digit and the color of a picture, by two small heads that are
+thrown away afterwards; then it learns together with the language model to answer questions about one
+picture, about two, about four. What is measured at the end is what was written, read back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Writer:
 
     def __init__(self, tokens: PreTrainedTokenizerFast, config: VisionConfig) -> None:
         self._config = config
-        self._image_pad = int(tokens.convert_tokens_to_ids(IMAGE_PAD))
+        self._image_pad = _image_pad(tokens)
         self._ids: Callable[[str], list[int]] = lru_cache(maxsize=None)(
             lambda text: list(tokens(text, add_special_tokens=False)["input_ids"])
         )
@@ -202,6 +202,10 @@ class Writer:
                 ids += [token] * repeat
                 targets += [token if learnt else _NOT_LEARNT] * repeat
         return Example(shown, ids[:-1], targets[:-1])  # the line break after the last answer is nobody's
+
+
+def _image_pad(tokens: PreTrainedTokenizerFast) -> int:
+    return int(tokens.get_vocab()[IMAGE_PAD])
 
 
 def _rows(picture: Picture, config: VisionConfig) -> int:
@@ -298,7 +302,7 @@ def learn_to_answer(
     """Teach both halves to answer; the heads keep the vision encoder honest meanwhile."""
     rng = random.Random(3)
     writer = Writer(tokens, vision.config)
-    image_pad = int(tokens.convert_tokens_to_ids(IMAGE_PAD))
+    image_pad = _image_pad(tokens)
     weights = [*text.parameters(), *vision.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(
         [
@@ -357,7 +361,7 @@ def save(out: Path, vision: DigitVision, text: Qwen2ForCausalLM, tokens: PreTrai
     text.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=32, eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id
     )
-    text.to(torch.bfloat16).save_pretrained(out)
+    text.bfloat16().save_pretrained(out)
     vision.to(torch.bfloat16).save(out / "vision")
     tokens.save_pretrained(out)
     text.float()
@@ -394,7 +398,7 @@ def _exact_match(
     rng: random.Random,
 ) -> float:
     writer = Writer(tokens, vision.config)
-    image_pad, right = int(tokens.convert_tokens_to_ids(IMAGE_PAD)), 0
+    image_pad, right = _image_pad(tokens), 0
     for start in range(0, requests, 50):
         examples = []
         for _ in range(min(50, requests - start)):

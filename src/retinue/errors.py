@@ -13,7 +13,9 @@ Every caller gets an exception object of its own, never one that a neighbour hol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 __all__ = [
     "HTTP_STATUS",
@@ -40,6 +42,10 @@ class Overloaded(RetinueError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, so that it survives the way from one process to another."""
+        return partial(type(self), retry_after=self.retry_after), self.args, self.__dict__
 
 
 class DeadlineExceeded(RetinueError, TimeoutError):

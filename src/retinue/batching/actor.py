@@ -157,6 +157,14 @@ class Actor:
         self.started.set_exception(EncoderUnavailable("the batching thread could not be started"))
         self.stopped.set_result(None)
 
+    def lose_thread(self) -> None:
+        """In a forked child: the thread stayed with the parent, so nobody serves requests here."""
+        self._lock = threading.Lock()  # a thread that is not here may hold the other
+        self._acquire, self._release = self._lock.acquire, self._lock.release
+        self._state = State.FAILED
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+
     def open(self) -> bool:
         """Take requests from now on; False if it was closed meanwhile."""
         with self._lock:
@@ -237,9 +245,8 @@ class Actor:
         with self._lock:
             if self._state in (State.NEW, State.CLOSED, State.FAILED):
                 return
-            drain = drain and self._state is not State.STARTING
             self._state = State.DRAINING if drain else State.CLOSED
-            failed = [] if drain else self._fail(self._waiting.works(), shut_down)
+            failed = [] if drain else self._fail(self._drop_waiting(), shut_down)
         self._alarm.put(None)
         self._tell(failed)
         self._report_requests(failed, "failed")
@@ -280,6 +287,8 @@ class Actor:
             outcome: Outcome = "ok" if error is None else "failed"
             self._report_batch(plan, bucket, claimed_s, outcome)
             self._report_requests(ended, outcome)
+        # Whoever keeps a frame of fn, as a traceback does, keeps this frame too; not the batch with it.
+        del plan, left, works, results, error, ended
         return True
 
     def _start(self) -> bool:
@@ -317,8 +326,8 @@ class Actor:
         while True:
             with self._lock:
                 self._asleep = _AWAKE
-                while self._abandoned:
-                    self._end(self._abandoned.popleft())
+                if self._abandoned:
+                    return True
                 if self._state is State.DRAINING and not self._waiting:
                     self._state = State.CLOSED
                 if self._state is State.CLOSED:
@@ -345,6 +354,11 @@ class Actor:
     def _claim(self) -> tuple[Plan | None, list[Request]]:
         """Make the next batch the running one; also, the requests whose callers turn out to have left."""
         left: list[Request] = []
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request.remaining:
+                self._end(request)
+                left.append(request)
         while self._waiting:
             plan = self._waiting.plan(self._limits)
             cancelled = {work[2] for work in plan.works if work[2].future.cancelled()}
@@ -387,6 +401,12 @@ class Actor:
                 ended.append(request)
         return ended
 
+    def _drop_waiting(self) -> list[Work]:
+        """Let nothing wait any more, without a look at any key; return what did."""
+        works = self._waiting.works()
+        self._waiting = Waiting()
+        return works
+
     def _hand_over(self, works: Iterable[Work], results: Sequence[Any]) -> list[Request]:
         """Give each request its results; return those that this ends."""
         ended = []
@@ -400,9 +420,10 @@ class Actor:
 
     def _crash(self, cause: BaseException) -> None:
         """The machinery itself failed: end every live request, for there is nobody left to serve it."""
+        forget_frames(cause)
         with self._lock:
             self._state = State.FAILED
-            works = [*self._running, *self._waiting.works()]
+            works = [*self._running, *self._drop_waiting()]
             failed = self._fail(works, partial(crashed, cause))
         self._tell(request for _, _, request, _ in works)  # also those that had ended, but were not told
         self._running = ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -193,11 +192,14 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
     def _spawn(self) -> None:
         if not self._actor.begin():
             raise RuntimeError(f"{self._name}: start() called twice")
-        exit_hook.register(self._thread, self._actor, grace_s=self._join_timeout_s)
         try:
+            exit_hook.register(self._thread, self._actor, grace_s=self._join_timeout_s)
             self._thread.start()
-        except BaseException:
+        except Exception:
             self._actor.give_up()
+            raise
+        except BaseException:  # Ctrl-C: by now the thread may run
+            self._actor.close()
             raise
 
     def _is_others_to_join(self) -> bool:
@@ -225,6 +227,8 @@ def _check_hashable(key: Hashable, index: int, count: int) -> None:
 
 
 def _seconds(value: float, name: str) -> float:
-    if isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number of seconds >= 0, got {value!r}")
+    if isinstance(value, bool) or not 0 <= value <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{name} must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, got {value!r}"
+        )
     return float(value)

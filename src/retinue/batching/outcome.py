@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import concurrent.futures
 import contextlib
 import logging
 import traceback
@@ -11,6 +13,8 @@ from typing import Any
 from retinue.errors import EncoderFailed, EncoderUnavailable, RetinueError
 
 logger = logging.getLogger("retinue")
+
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # (): before Python 3.11, no instance of it
 
 
 def one_per_item(results: Any, expected: int) -> Sequence[Any]:
@@ -42,7 +46,7 @@ def describe(error: BaseException) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear the local variables of all frames that ``error`` and its causes hold; the lines stay.
+    """Clear the local variables of all frames that ``error``, its causes and its parts hold; the lines stay.
 
     Otherwise whoever keeps the exception keeps the batch's items too.
     """
@@ -54,6 +58,8 @@ def forget_frames(error: BaseException) -> None:
             seen.add(id(link))
             traceback.clear_frames(link.__traceback__)
             errors += (link.__cause__, link.__context__)
+            if isinstance(link, _GROUP):
+                errors += link.exceptions
 
 
 def log_error(what: str, error: BaseException) -> None:
@@ -81,8 +87,12 @@ def shut_down() -> RetinueError:
     return EncoderUnavailable("shut down before the request was served")
 
 
+#: asyncio refuses the first, and turns the last into the caller's own cancellation.
+_NOT_FOR_FUTURES = (StopIteration, StopAsyncIteration, concurrent.futures.CancelledError)
+
+
 def start_error(error: BaseException) -> BaseException:
     """``error`` itself where a future can carry it and a caller cannot take it for its own ending."""
-    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+    if isinstance(error, Exception) and not isinstance(error, _NOT_FOR_FUTURES):
         return error
     return _caused_by(EncoderFailed(f"on_start raised {describe(error)}"), error)

@@ -116,6 +116,7 @@ class Plan(NamedTuple):
     works: list[Work]
     cost: int
     arrivals: list[int] | None  # None: all of its lane
+    overtaken: list[int]  # arrivals of those that it passes over to take a later one
 
 
 class Waiting:
@@ -179,16 +180,19 @@ class Waiting:
         if (limits.max_batch_cost is None or lane.cost <= limits.max_batch_cost) and (
             limits.max_batch_items is None or len(lane.works) <= limits.max_batch_items
         ):
-            return Plan(key, list(lane.works.values()), lane.cost, None)
-        arrivals = _fill(lane, limits)
+            return Plan(key, list(lane.works.values()), lane.cost, None, [])
+        arrivals, overtaken = _fill(lane, limits)
         works = [lane.works[arrival] for arrival in arrivals]
-        return Plan(key, works, sum(work[1] for work in works), arrivals)
+        return Plan(key, works, sum(work[1] for work in works), arrivals, overtaken)
 
     def claim(self, plan: Plan) -> None:
         """Take out what was planned, with nothing in between."""
         if plan.arrivals is None:
             del self._lanes[plan.key]
         else:
+            times_passed = self._lanes[plan.key].times_passed
+            for arrival in plan.overtaken:
+                times_passed[arrival] = times_passed.get(arrival, 0) + 1
             for arrival in plan.arrivals:
                 self.remove(arrival, plan.key)
 
@@ -197,8 +201,10 @@ class Waiting:
         return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda key: lanes[key].head())
 
 
-def _fill(lane: Lane, limits: Limits) -> list[int]:
-    """The arrivals of the head of ``lane`` and, in order, of those behind it that fit beside it."""
+def _fill(lane: Lane, limits: Limits) -> tuple[list[int], list[int]]:
+    """The arrivals of the head of ``lane`` and, in order, of those behind it that fit beside it; also, of
+    those that they overtake.
+    """
     room = math.inf if limits.max_batch_cost is None else limits.max_batch_cost
     times_passed = lane.times_passed
     batch: list[int] = []
@@ -216,6 +222,4 @@ def _fill(lane: Lane, limits: Limits) -> list[int]:
             break
         else:
             passed.append(arrival)
-    for arrival in passed[:overtaken]:
-        times_passed[arrival] = times_passed.get(arrival, 0) + 1
-    return batch
+    return batch, passed[:overtaken]

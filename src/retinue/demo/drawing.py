@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -189,24 +188,20 @@ def write_pictures(out: Path, count: int, seed: int) -> None:
         "rendered": font_glyphs(),
         "held-out-font": held_out_font_glyphs(),
     }
-    formats: tuple[tuple[str, dict[str, int]], ...] = (
-        ("png", {}),
-        ("jpg", {"quality": 90}),
-        ("webp", {"quality": 90}),
-    )
+    formats = ("png", "jpg", "webp")
     rng = random.Random(seed)
     out.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         kind = list(kinds)[number % len(kinds)]
-        suffix, options = formats[number // len(kinds) % len(formats)]
-        short = round(math.exp(rng.uniform(math.log(18), math.log(80 if suffix == "png" else 400))))
+        suffix = formats[number // len(kinds) % len(formats)]
+        short = round(math.exp(rng.uniform(math.log(18), math.log(72 if suffix == "png" else 360))))
         long = round(short * rng.choice((1, 1, 1.3, 1.8)))
         size = (short, long) if rng.random() < 0.5 else (long, short)
         while True:
             picture, label = draw(rng, kinds[kind], size)
             if label.digit == number % 10:
                 break
-        picture.save(out / f"{label.digit}-{kind}-{number:02}.{suffix}", **options)
+        picture.save(out / f"{label.digit}-{kind}-{number:02}.{suffix}", quality=90)  # PNG has no such thing
 
 
 if __name__ == "__main__":

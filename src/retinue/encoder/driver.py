@@ -3,8 +3,9 @@
 Thread rules
     The backend's ``build``, ``forward_batch`` and ``close`` run on the batcher's thread, ``preprocess`` on
     the pool's; nothing of the backend ever runs on an event loop.
-    ``_lock`` guards ``_batcher``, ``_pool``, ``_loaded`` and ``_preparing``; each ``_Preparation`` has one of
-    its own. None is held while the backend or an event loop's callback runs.
+    ``_lock`` guards ``_life``, ``_batcher``, ``_pool`` and ``_preparing``; each ``_Preparation`` has one of
+    its own. None is held while the backend or an event loop's callback runs. They are re-entrant, because
+    the garbage collector may end an abandoned ``encode`` in a thread that holds them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import contextvars
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +33,16 @@ from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput, Reti
 logger = logging.getLogger("retinue")
 
 SelfT = TypeVar("SelfT", bound="AsyncVisionEncoder[Any, Any, Any]")
+
+
+class _Life(Enum):
+    """Where in its life an encoder is: what ``encode`` refuses to be called at, except for ``LOADED``."""
+
+    NEW = "before load()"
+    LOADING = "before load() was done"
+    LOADED = "while loaded"
+    FAILED = "after load() failed"
+    CLOSED = "after shutdown()"
 
 
 class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
@@ -60,8 +73,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         self._observer = observer
         self._name = name
         self._join_timeout_s = join_timeout_s
-        self._lock = threading.Lock()
-        self._loaded = False
+        self._lock = threading.RLock()
+        self._life = _Life.NEW
         self._limits = Limits()
         self._batcher: ThreadedMicroBatcher[ItemT, ArtifactT] | None = None
         self._pool: Pool | None = None
@@ -77,8 +90,10 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         batcher = self._prepare_to_load(model_id)
         try:
             batcher.start()
-        except BaseException:
-            self.shutdown(wait=False)
+            self._open()
+        except BaseException as error:
+            self._fail()
+            self.shutdown(wait=isinstance(error, Exception))  # at Ctrl-C the build may still run
             raise
 
     async def aload(self, model_id: str) -> None:
@@ -86,7 +101,13 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         batcher = self._prepare_to_load(model_id)
         try:
             await batcher.astart()
-        except BaseException:
+            self._open()
+        except Exception:
+            self._fail()
+            await self.aclose()
+            raise
+        except BaseException:  # its caller left
+            self._fail()
             self.shutdown(wait=False)
             raise
 
@@ -96,22 +117,24 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         Requests that wait, or are being preprocessed, get ``EncoderUnavailable``; a running forward finishes
         and is delivered. ``wait`` blocks until the backend is closed, for ``join_timeout_s`` at most.
         """
-        batcher, pool = self._detach()
+        began_s = time.monotonic()
+        batcher, pool = self._close()
         if batcher is not None:
             batcher.shutdown(wait)
         if wait and pool is not None and not pool.owns_current_thread():
-            concurrent.futures.wait([pool.stopped], timeout=self._join_timeout_s)
+            concurrent.futures.wait([pool.stopped], timeout=self._patience_s(began_s))
             self._reap(pool)
 
     async def aclose(self) -> None:
         """``shutdown`` without blocking the event loop."""
-        batcher, pool = self._detach()
+        began_s = time.monotonic()
+        batcher, pool = self._close()
         if batcher is not None:
             await batcher.aclose()
-        if pool is not None:
+        if pool is not None and not pool.owns_current_thread():
             stopped = asyncio.wrap_future(pool.stopped)
             try:
-                await asyncio.wait({stopped}, timeout=self._join_timeout_s)
+                await asyncio.wait({stopped}, timeout=self._patience_s(began_s))
             finally:
                 stopped.cancel()  # only our wait for it
             self._reap(pool)
@@ -139,21 +162,21 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         """
         if isinstance(raws, (str, bytes)):
             raise TypeError(f"encode() takes a sequence of raws, got one {type(raws).__name__}")
+        raws = list(raws)
         with self._lock:
             batcher, pool = self._batcher, self._pool
-            if batcher is None:
-                raise EncoderUnavailable(
-                    "encode() called after shutdown()" if self._loaded else "encode() called before load()"
-                )
-            if pool is not None and len(raws):
+            if batcher is None or self._life is not _Life.LOADED:
+                raise EncoderUnavailable(f"encode() called {self._life.value}")
+            if pool is not None and raws:
                 preparation = _Preparation(self._backend.preprocess, self._limits, raws)
                 self._preparing.add(preparation)
-        if pool is None or not len(raws):
-            return await batcher.submit(list(raws))  # type: ignore[arg-type]  # its raws are its items
-        del raws  # a traceback through here must not keep them
+        if pool is None or not raws:
+            request = batcher.submit(raws)  # type: ignore[arg-type]  # its raws are its items
+            del raws  # a traceback through here must not keep them
+            return await request
+        del raws
         try:
-            preparation.begin(pool)
-            ready = await preparation.done()
+            ready = await preparation.run(pool)
         finally:
             with self._lock:
                 self._preparing.discard(preparation)
@@ -171,7 +194,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     def _prepare_to_load(self, model_id: str) -> ThreadedMicroBatcher[ItemT, ArtifactT]:
         backend = self._backend
         with self._lock:
-            if self._loaded:
+            if self._life is not _Life.NEW:
                 raise RuntimeError("AsyncVisionEncoder.load() called twice")
             batcher: ThreadedMicroBatcher[ItemT, ArtifactT] = ThreadedMicroBatcher(
                 backend.forward_batch,
@@ -192,19 +215,37 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
                 pool = Pool(self._threads, f"{self._name}-preprocess", grace_s=self._join_timeout_s)
                 pool.start()
                 self._pool = pool
-            self._loaded = True
+            self._life = _Life.LOADING
             self._batcher = batcher
         return batcher
 
-    def _detach(self) -> tuple[ThreadedMicroBatcher[ItemT, ArtifactT] | None, Pool | None]:
+    def _open(self) -> None:
+        """Take requests from now on; ``EncoderUnavailable`` if it was shut down meanwhile."""
         with self._lock:
-            batcher, pool, preparing = self._batcher, self._pool, self._preparing
-            self._batcher, self._pool, self._preparing = None, None, set()
+            if self._life is not _Life.LOADING:
+                raise EncoderUnavailable("shut down during load()")
+            self._life = _Life.LOADED
+
+    def _fail(self) -> None:
+        with self._lock:
+            if self._life is _Life.LOADING:
+                self._life = _Life.FAILED
+
+    def _close(self) -> tuple[ThreadedMicroBatcher[ItemT, ArtifactT] | None, Pool | None]:
+        """Take no more requests, end those that are being preprocessed; return what else is to be ended."""
+        with self._lock:
+            batcher, pool, preparing = self._batcher, self._pool, list(self._preparing)
+            if self._life in (_Life.LOADING, _Life.LOADED):
+                self._life = _Life.CLOSED
         for preparation in preparing:
             preparation.end(EncoderUnavailable("shut down while the request was being preprocessed"))
         if pool is not None:
             pool.close()
         return batcher, pool
+
+    def _patience_s(self, began_s: float) -> float:
+        """How much longer a shutdown that began then may wait."""
+        return max(0.0, began_s + self._join_timeout_s - time.monotonic())
 
     def _reap(self, pool: Pool) -> None:
         if pool.stopped.done():
@@ -222,7 +263,7 @@ def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None)
     wanted = backend.preprocess_concurrency if override is None else override
     if wanted:
         positive_int(wanted, "preprocess_concurrency must be None or an int >= 0")
-    if type(backend).preprocess is VisionEncoderBackend.preprocess:
+    if getattr(backend.preprocess, "__func__", None) is VisionEncoderBackend.preprocess:
         return 0
     if wanted == 0:
         raise ValueError(
@@ -241,7 +282,7 @@ def _blame(error: BaseException, what: str) -> RetinueError:
     """The caller's own error for what ``preprocess`` raised."""
     blamed: RetinueError
     if isinstance(error, InvalidInput):
-        blamed = InvalidInput(f"{what}: {error}")
+        blamed = InvalidInput(f"{what}: {_words(error)}")
     elif isinstance(error, RetinueError):
         return error
     elif isinstance(error, (ValueError, TypeError)):
@@ -254,6 +295,14 @@ def _blame(error: BaseException, what: str) -> RetinueError:
     return blamed
 
 
+def _words(error: InvalidInput) -> str:
+    """What its author wrote for the caller, or our words where there are none or ``__str__`` raises."""
+    words = ""
+    with contextlib.suppress(Exception):
+        words = str(error)
+    return words or "refused by preprocess"
+
+
 class _Preparation:
     """The preprocessing of one request: all of its images, or the first error.
 
@@ -261,36 +310,32 @@ class _Preparation:
     into its event loop. Jobs that have not begun when the request ends do nothing.
     """
 
-    def __init__(
-        self,
-        preprocess: Callable[[Any], Any],
-        limits: Limits,
-        raws: Sequence[Any],
-    ) -> None:
+    def __init__(self, preprocess: Callable[[Any], Any], limits: Limits, raws: list[Any]) -> None:
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] = self._loop.create_future()
         self._preprocess = preprocess
         self._limits = limits
-        self._lock = threading.Lock()
-        self._raws: list[Any] = list(raws)
+        self._lock = threading.RLock()
+        self._raws = raws
         self._count = len(self._raws)
         self._ready: list[Any] = [None] * self._count
         self._remaining = self._count  # images still to come; 0 once it has ended
         self._error: RetinueError | None = None
 
-    def begin(self, pool: Pool) -> None:
-        """Hand every image to ``pool``, each with a copy of the caller's context."""
-        for index in range(self._count):
-            pool.submit(partial(contextvars.copy_context().run, self._run, index))
+    async def run(self, pool: Pool) -> list[Preprocessed[Any]]:
+        """What becomes of the images, in order; raises the error of the first that fails.
 
-    async def done(self) -> list[Preprocessed[Any]]:
-        """What became of the images, in order; raises the error of the first that failed."""
+        Each is a job of ``pool``, in a copy of the caller's context.
+        """
         try:
+            for index in range(self._count):
+                pool.submit(partial(contextvars.copy_context().run, self._do, index))
             await self._future
         except BaseException:
             self.end(None)
             raise
         error, ready = self._error, self._ready
+        self._error = None  # its traceback leads to here, and a cycle would keep it
         if error is None:
             return ready
         try:
@@ -310,7 +355,7 @@ class _Preparation:
         if error is not None:
             self._wake()
 
-    def _run(self, index: int) -> None:
+    def _do(self, index: int) -> None:
         with self._lock:
             if not self._remaining:
                 return
@@ -326,6 +371,8 @@ class _Preparation:
         try:
             prepared = self._checked(prepared, index)
         except RetinueError as error:
+            forget_frames(error)
+            del prepared
             self.end(error)
             return
         with self._lock:
@@ -345,9 +392,13 @@ class _Preparation:
         try:
             positive_int(prepared.cost, "preprocess gave a cost that is no positive int")
             hash(prepared.key)
+            cost = self._limits.admit(prepared.cost, index, self._count, "image")
+        except InvalidInput:
+            raise
         except (TypeError, ValueError) as error:
             raise EncoderFailed(f"{what}: {error}") from None
-        cost = self._limits.admit(prepared.cost, index, self._count, "image")
+        except BaseException as error:  # out of an author's own ``__index__`` or ``__hash__``
+            raise EncoderFailed(f"{what}: its cost or key raised {describe(error)}") from error
         return Preprocessed(prepared.item, cost, prepared.key)
 
     def _wake(self) -> None:

@@ -15,7 +15,7 @@ def load_backend(name: str) -> AnyBackend:
     wrong with the name; what the module or the class itself raises comes through.
     """
     module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
+    if not (module_name and colon and class_name) or module_name.startswith("."):
         raise ValueError(f'a backend is named "package.module:Class", got {name!r}')
     try:
         module = importlib.import_module(module_name)

@@ -5,7 +5,7 @@ the interpreter from exiting, and an event loop must be able to wait for the thr
 
 Thread rules
     All methods may be called from any thread. A job runs on one of the pool's threads and must not raise.
-    ``_lock`` guards ``_alive``; the queue guards itself.
+    ``_lock`` guards ``_alive`` and ``_closed``, and that nothing is queued behind the close.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from retinue.batching import exit_hook
 from retinue.batching.outcome import log_error
+from retinue.errors import EncoderUnavailable
 
 Job = Callable[[], object]
 
@@ -30,6 +31,7 @@ class Pool:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._alive = 0
+        self._closed = False
         self._grace_s = grace_s
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=False)
@@ -40,28 +42,42 @@ class Pool:
         """Start the threads; RuntimeError if the system has none to give, and then none is left."""
         try:
             for thread in self._threads:
-                exit_hook.register(thread, self, grace_s=self._grace_s)
                 with self._lock:
                     self._alive += 1
+                exit_hook.register(thread, self, grace_s=self._grace_s)
                 thread.start()
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            if isinstance(error, Exception):  # at Ctrl-C it may run, and leave by itself
+                self._leave()
             self.close()
             raise
 
     def submit(self, job: Job) -> None:
-        """Queue ``job``; after ``close`` it may never run."""
-        self._jobs.put(job)
+        """Queue ``job``; ``EncoderUnavailable`` after ``close``."""
+        with self._lock:
+            if self._closed:
+                raise EncoderUnavailable("the preprocessing threads have been ended")
+            self._jobs.put(job)
 
     def close(self) -> None:
         """End the threads once they have run what is queued."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._jobs.put(None)
+
+    def lose_thread(self) -> None:
+        """In a forked child: the threads stayed with the parent, so nobody runs jobs here."""
+        self._lock = threading.Lock()  # a thread that is not here may hold the other
+        self._closed = True
+        if not self.stopped.done():
+            self.stopped.set_result(None)
 
     def join(self) -> None:
-        """Wait for the threads' last steps, once ``stopped`` is done; nothing to wait for on one of them."""
+        """Wait for the threads' last steps, once ``stopped`` is done."""
         for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
+            if thread.ident is not None:  # None: it could not be started
                 thread.join()
 
     def owns_current_thread(self) -> bool:

@@ -61,7 +61,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # theirs
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
     )
 

@@ -141,7 +141,7 @@ def test_a_special_token_that_plain_text_yields_is_refused() -> None:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["[unk]", "<|end|>"])
     chat = Chat(
-        PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # theirs
+        PreTrainedTokenizerFast(
             tokenizer_object=backend, unk_token="[unk]", chat_template="{{ messages[0].content }}"
         )
     )

@@ -515,12 +515,12 @@ async def test_an_inherited_preprocess_counts_as_the_authors(
         assert (len(live_threads(name)) > 1) == phase
 
 
-async def test_a_preprocess_that_is_set_on_the_object_counts_as_an_override(name: str) -> None:
+async def test_the_class_alone_decides_whether_there_is_a_preprocess_phase(name: str) -> None:
     backend = Bare(preprocess_concurrency=2)
     backend.preprocess = lambda raw: Preprocessed(f"prepared {raw}")  # type: ignore[method-assign]  # the case
     async with AsyncVisionEncoder(backend, "a model", name=name) as encoder:
-        assert len(live_threads(name)) == 3
-        assert await encoder.encode(["image"]) == seen("prepared image")
+        assert len(live_threads(name)) == 1
+        assert await encoder.encode(["image"]) == seen("image")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
     def preprocess(self, raw: RawT) -> Preprocessed[ItemT]:
         """Turn what a caller sends into an item. Pool threads, several at once.
 
-        A backend that does not override this has no preprocess phase: its raws are its items, of cost 1.
+        A class that does not override this has no preprocess phase: its raws are its items, of cost 1.
         """
         return Preprocessed(cast(ItemT, raw))
 

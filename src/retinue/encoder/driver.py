@@ -3,9 +3,9 @@
 Thread rules
     The backend's ``build``, ``forward_batch`` and ``close`` run on the batcher's thread, ``preprocess`` on
     the pool's; nothing of the backend ever runs on an event loop.
-    ``_lock`` guards ``_life``, ``_batcher``, ``_pool`` and ``_preparing``; each ``_Preparation`` has one of
-    its own. None is held while the backend or an event loop's callback runs. They are re-entrant, because
-    the garbage collector may end an abandoned ``encode`` in a thread that holds them.
+    ``_lock`` guards ``_life``, ``_batcher``, ``_pool``, ``_ending`` and ``_preparing``; each ``_Preparation``
+    has one of its own. None is held while the backend or an event loop's callback runs. They are re-entrant,
+    because the garbage collector may end an abandoned ``encode`` in a thread that holds them.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         self._batcher: ThreadedMicroBatcher[ItemT, ArtifactT] | None = None
         self._pool: Pool | None = None
         self._preparing: set[_Preparation] = set()
+        # What the first shutdown has begun to end, and a later one may wait for.
+        self._ending: tuple[ThreadedMicroBatcher[ItemT, ArtifactT] | None, Pool | None] = (None, None)
 
     # ---- life
 
@@ -234,7 +236,11 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     def _close(self) -> tuple[ThreadedMicroBatcher[ItemT, ArtifactT] | None, Pool | None]:
         """Take no more requests, end those that are being preprocessed; return what else is to be ended."""
         with self._lock:
-            batcher, pool, preparing = self._batcher, self._pool, list(self._preparing)
+            preparing = list(self._preparing)
+            if self._batcher is not None:
+                self._ending = self._batcher, self._pool
+            self._batcher = self._pool = None
+            batcher, pool = self._ending
             if self._life in (_Life.LOADING, _Life.LOADED):
                 self._life = _Life.CLOSED
         for preparation in preparing:
@@ -263,7 +269,7 @@ def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None)
     wanted = backend.preprocess_concurrency if override is None else override
     if wanted:
         positive_int(wanted, "preprocess_concurrency must be None or an int >= 0")
-    if getattr(backend.preprocess, "__func__", None) is VisionEncoderBackend.preprocess:
+    if type(backend).preprocess is VisionEncoderBackend.preprocess:
         return 0
     if wanted == 0:
         raise ValueError(

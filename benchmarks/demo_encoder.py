@@ -3,10 +3,11 @@
     python -m benchmarks.demo_encoder [--rounds 9] [--callers 64] [--model FOLDER]
 
 Contenders, on the same prepared pictures of mixed sizes, interleaved in rounds within one process:
-    full batches    ``forward_batch`` in a plain loop, each call as full as ``max_batch_cost`` allows
-    retinue         ``AsyncVisionEncoder``, so many closed-loop callers of one picture each
-    one at a time   ``forward_batch`` in a plain loop, one picture a call
-    from files      ``AsyncVisionEncoder`` again, decoding each picture's file as well
+    full batches    ``forward_batch`` in a plain loop, 32 pictures a call
+    one at a time   the same, one picture a call
+    retinue         ``AsyncVisionEncoder``, so many closed-loop callers of one picture each, 32 a batch
+    with the phase  the same, through a ``preprocess`` that has nothing left to do, batches bounded by cost
+    from files      the same, decoding each picture's file in ``preprocess``
 """
 
 from __future__ import annotations
@@ -18,15 +19,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.measure import interleaved, medians, save
-from retinue import AsyncVisionEncoder, Preprocessed
+from retinue import AsyncVisionEncoder, Preprocessed, VisionEncoderBackend
 from retinue.demo.encoder import DigitsEncoder
 from retinue.demo.run import pictures
 
 _TURNS = 12  # of each caller, in each round
+_FULL = 32  # pictures; about as many as ``max_batch_cost`` admits
+
+
+class Items(VisionEncoderBackend[Any, Any, Any]):
+    """The demo's encoder without a preprocess phase: its raws are its items."""
+
+    max_batch_items = _FULL
+
+    def build(self, model_id: str) -> None:
+        self._digits = DigitsEncoder()
+        self._digits.build(model_id)
+
+    def forward_batch(self, items: list[Any], target_bucket: int | None = None) -> list[Any]:
+        return self._digits.forward_batch(items)
 
 
 class Prepared(DigitsEncoder):
-    """The demo's encoder where the raws are already prepared: what is left is batching and the model."""
+    """The demo's encoder with a preprocess phase that has nothing left to do for what is prepared."""
 
     def preprocess(self, raw: Any) -> Preprocessed[Any]:
         return raw if isinstance(raw, Preprocessed) else super().preprocess(raw)
@@ -46,17 +61,21 @@ def main() -> None:
     raws = [files[index % len(files)] for index in range(wanted)]
     items = [alone.preprocess(raw) for raw in raws]
 
-    def full_batches() -> float:
-        return _per_second(wanted, lambda: [alone.forward_batch(batch) for batch in _full(items)])
+    bare = [image.item for image in items]
 
-    def one_at_a_time() -> float:
-        return _per_second(wanted, lambda: [alone.forward_batch([item.item]) for item in items])
+    def in_calls_of(size: int) -> float:
+        began = time.perf_counter()
+        for start in range(0, wanted, size):
+            alone.forward_batch(bare[start : start + size])
+        return float(wanted / (time.perf_counter() - began))
 
     async def compare() -> dict[str, list[float]]:
-        async with AsyncVisionEncoder(Prepared(), options.model) as encoder:
+        plain = AsyncVisionEncoder(Items(), options.model)
+        phased = AsyncVisionEncoder(Prepared(), options.model)
+        async with plain, phased:
             loop = asyncio.get_running_loop()
 
-            def shared(of: Sequence[Any]) -> float:
+            def shared(encoder: AsyncVisionEncoder[Any, Any, Any], of: Sequence[Any]) -> float:
                 began = time.perf_counter()
                 callers = asyncio.run_coroutine_threadsafe(_callers(encoder, of, options.callers), loop)
                 callers.result()
@@ -65,10 +84,11 @@ def main() -> None:
             return await asyncio.to_thread(
                 interleaved,
                 {
-                    "full batches": full_batches,
-                    "retinue": lambda: shared(items),
-                    "one at a time": one_at_a_time,
-                    "from files": lambda: shared(raws),
+                    "full batches": lambda: in_calls_of(_FULL),
+                    "one at a time": lambda: in_calls_of(1),
+                    "retinue": lambda: shared(plain, bare),
+                    "with the phase": lambda: shared(phased, items),
+                    "from files": lambda: shared(phased, raws),
                 },
                 options.rounds,
             )
@@ -82,25 +102,6 @@ def main() -> None:
     print(f"retinue: {of_full:.2f} of full batches, {of_one:.2f}x one at a time")
     report = {"callers": options.callers, "median_images_per_s": typical, "rounds": figures}
     print("written to", save("demo_encoder", report, ("torch", "numpy", "pillow")))
-
-
-def _full(items: Sequence[Preprocessed[Any]]) -> list[list[Any]]:
-    """Batches in order, each as full as the limit allows."""
-    batches: list[list[Any]] = [[]]
-    room = DigitsEncoder.max_batch_cost
-    for item in items:
-        if item.cost > room:
-            batches.append([])
-            room = DigitsEncoder.max_batch_cost
-        batches[-1].append(item.item)
-        room -= item.cost
-    return batches
-
-
-def _per_second(images: int, work: Any) -> float:
-    began = time.perf_counter()
-    work()
-    return images / (time.perf_counter() - began)
 
 
 async def _callers(encoder: AsyncVisionEncoder[Any, Any, Any], raws: Sequence[Any], callers: int) -> None:

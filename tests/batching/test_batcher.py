@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from retinue.batching import BatchRecord, ThreadedMicroBatcher
-from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput
+from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput, RetinueError
 
 from .support import SOON_S, Batcher, Echo, Gate, Item, Watch, dead, error_of, settle, tags
 
@@ -989,3 +989,19 @@ async def test_a_submit_between_the_last_look_and_the_sleep_is_not_lost() -> Non
         await asyncio.wait_for(all_arrived.wait(), SOON_S)
         answers = await asyncio.wait_for(asyncio.gather(*callers), SOON_S)
     assert [tags(answer) for answer in answers] == [[number] for number in range(100)]
+
+
+class _Item:
+    """Something that a weak reference can watch."""
+
+
+@pytest.mark.parametrize("costs", [None, [0], [7]], ids=["not started", "no cost", "never fits"])
+async def test_a_refusal_that_is_kept_keeps_no_item(costs: list[int] | None) -> None:
+    batcher = ThreadedMicroBatcher[Any, Any](lambda items: items, max_batch_cost=5)
+    item = _Item()
+    watched = weakref.ref(item)
+    with pytest.raises(RetinueError) as kept:
+        await batcher.submit([item], costs)
+    del item
+    gc.collect()
+    assert watched() is None, kept.value

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from retinue.batching import exit_hook
 from retinue.batching.actor import Actor, State
-from retinue.batching.outcome import logger
+from retinue.batching.outcome import forget_frames, logger
 from retinue.batching.planner import Limits
 from retinue.batching.records import Observer
 from retinue.errors import InvalidInput
@@ -147,14 +147,19 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         raised (``__cause__``) or broke its contract; ``EncoderUnavailable`` before start, after shutdown and
         after a crash.
         """
-        count = len(items)
-        if costs is not None or keys is not None:
-            costs, keys = self._checked(count, costs, keys)
-        if not count:
-            self._actor.check_open()
-            return []
-        request = self._actor.enqueue(asyncio.get_running_loop(), items, costs, keys)
-        del items, costs, keys  # a traceback through here must not keep them
+        try:
+            count = len(items)
+            if costs is not None or keys is not None:
+                costs, keys = self._checked(count, costs, keys)
+            if not count:
+                self._actor.check_open()
+                return []
+            request = self._actor.enqueue(asyncio.get_running_loop(), items, costs, keys)
+        except BaseException as error:
+            forget_frames(error)
+            raise
+        finally:
+            del items, costs, keys  # a traceback through here must not keep them
         try:
             await request.future
         except GeneratorExit:
@@ -165,11 +170,11 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             raise
         if request.error is None:
             return request.results
-        error = request.error
+        failure = request.error
         try:
-            raise error
+            raise failure
         finally:
-            del error, request  # they would close a cycle with the traceback
+            del failure, request  # they would close a cycle with the traceback
 
     def _checked(
         self, count: int, costs: Sequence[int] | None, keys: Sequence[Hashable] | None

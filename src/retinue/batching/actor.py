@@ -191,7 +191,7 @@ class Actor:
         request.loop = loop
         request.future = asyncio.Future(loop=loop)
         request.keys = keys
-        request.results = [None] * count
+        request.results = [None] if count == 1 else [None] * count
         request.remaining = count
         request.error = None
         request.trace = None
@@ -411,10 +411,11 @@ class Actor:
         """Give each request its results; return those that this ends."""
         ended = []
         for (_, _, request, index), result in zip(works, results, strict=True):
-            if request.remaining:
+            remaining = request.remaining
+            if remaining:
                 request.results[index] = result
-                request.remaining -= 1
-                if not request.remaining:
+                request.remaining = remaining = remaining - 1
+                if not remaining:
                     ended.append(request)
         return ended
 
@@ -496,8 +497,10 @@ class Actor:
 def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
     """Runs on the callers' event loop."""
     for future in futures:
-        if not future.done():
+        try:  # noqa: SIM105  # suppress, or asking each whether it is done, costs more
             future.set_result(None)
+        except asyncio.InvalidStateError:  # its caller left
+            pass
 
 
 def _refusal(state: State) -> EncoderUnavailable:

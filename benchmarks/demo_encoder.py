@@ -97,9 +97,10 @@ def main() -> None:
     typical = medians(figures)
     for name, per_second in typical.items():
         print(f"{name:14} {per_second:7.0f} images/s")
-    of_full = typical["retinue"] / typical["full batches"]
-    of_one = typical["retinue"] / typical["one at a time"]
-    print(f"retinue: {of_full:.2f} of full batches, {of_one:.2f}x one at a time")
+    for name in ("retinue", "with the phase"):
+        of_full = typical[name] / typical["full batches"]
+        of_one = typical[name] / typical["one at a time"]
+        print(f"{name}: {of_full:.2f} of full batches, {of_one:.2f}x one at a time")
     report = {"callers": options.callers, "median_images_per_s": typical, "rounds": figures}
     print("written to", save("demo_encoder", report, ("torch", "numpy", "pillow")))
 

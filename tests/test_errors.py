@@ -78,6 +78,7 @@ class Throttled(Overloaded):
     [
         RetinueError("a text"),
         InvalidInput("a text"),
+        InvalidInput("a text", position=2),
         Overloaded("a text", retry_after=2.5),
         Throttled("a text", retry_after=2.5),
         DeadlineExceeded("a text"),

@@ -18,6 +18,7 @@ PUBLIC = [
     "InvalidInput",
     "Observer",
     "Overloaded",
+    "Pending",
     "Preprocessed",
     "RequestRecord",
     "RetinueError",

@@ -7,7 +7,7 @@ Importing this package imports the standard library alone. What needs more lives
 ``retinue.media`` (Pillow), ``retinue.prompt.tensors`` (torch), ``retinue.decoders.transformers``.
 """
 
-from retinue.batching import BatchRecord, Observer, RequestRecord, ThreadedMicroBatcher
+from retinue.batching import BatchRecord, Observer, Pending, RequestRecord, ThreadedMicroBatcher
 from retinue.encoder import AsyncVisionEncoder, Preprocessed, VisionEncoderBackend, load_backend
 from retinue.errors import (
     DeadlineExceeded,
@@ -27,6 +27,7 @@ __all__ = [
     "InvalidInput",
     "Observer",
     "Overloaded",
+    "Pending",
     "Preprocessed",
     "RequestRecord",
     "RetinueError",

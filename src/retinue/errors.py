@@ -33,7 +33,18 @@ class RetinueError(Exception):
 
 
 class InvalidInput(RetinueError, ValueError):
-    """The caller's image or request is at fault; the message is written for the caller to read."""
+    """The caller's image or request is at fault; the message is written for the caller to read.
+
+    ``position``: which of the request's images (or items) it is about, from 0; None if about all or none.
+    """
+
+    def __init__(self, *args: object, position: int | None = None) -> None:
+        super().__init__(*args)
+        self.position = position
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as ``Overloaded`` does."""
+        return partial(type(self), position=self.position), self.args, self.__dict__
 
 
 class Overloaded(RetinueError):

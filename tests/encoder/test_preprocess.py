@@ -14,12 +14,14 @@ import pytest
 
 from retinue import (
     AsyncVisionEncoder,
+    BatchRecord,
     DeadlineExceeded,
     EncoderFailed,
     EncoderUnavailable,
     InvalidInput,
     Overloaded,
     Preprocessed,
+    RequestRecord,
     RetinueError,
     VisionEncoderBackend,
 )
@@ -348,8 +350,50 @@ async def test_any_other_exception_is_the_backends_fault(error: BaseException) -
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_other_errors_of_the_tree_pass(error: RetinueError) -> None:
-    assert await error_of(raising(error)) is error
+async def test_other_errors_of_the_tree_pass_as_the_callers_own(error: RetinueError) -> None:
+    caught = await error_of(raising(error))
+    assert type(caught) is type(error)
+    assert caught is not error
+    assert caught.args == error.args
+    assert caught.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [InvalidInput("too dark"), ValueError("too dark")])
+async def test_the_position_of_a_refused_image_is_told(error: Exception) -> None:
+    def preprocess(raw: str) -> Preprocessed[str]:
+        if raw == "bad":
+            raise error
+        return Preprocessed(raw)
+
+    async with AsyncVisionEncoder(Probe(preprocess), "a model") as encoder:
+        with pytest.raises(InvalidInput) as caught:
+            await encoder.encode(["good", "good", "bad"])
+    assert caught.value.position == 2
+
+
+async def test_an_observer_that_asks_hears_how_long_each_preprocess_took(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Ear:
+        def __init__(self) -> None:
+            self.durations_s: list[float] = []
+
+        def on_batch(self, record: BatchRecord) -> None:
+            pass
+
+        def on_request(self, record: RequestRecord) -> None:
+            pass
+
+        def on_preprocess(self, duration_s: float) -> None:
+            self.durations_s.append(duration_s)
+            raise RuntimeError("its own fault, which harms nobody")
+
+    ear = Ear()
+    async with AsyncVisionEncoder(Probe(Preprocessed), "a model", observer=ear) as encoder:
+        assert await encoder.encode([1, 2, 3]) == seen(1, 2, 3)
+    assert len(ear.durations_s) == 3
+    assert all(duration_s >= 0 for duration_s in ear.durations_s)
+    assert "an observer raised" in caplog.text
 
 
 # -- what preprocess returns ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Batching across concurrent requests: standard library only, nothing of images."""
 
 from retinue.batching.batcher import ThreadedMicroBatcher
-from retinue.batching.records import BatchRecord, Observer, RequestRecord
+from retinue.batching.records import BatchRecord, Observer, Pending, RequestRecord
 
-__all__ = ["BatchRecord", "Observer", "RequestRecord", "ThreadedMicroBatcher"]
+__all__ = ["BatchRecord", "Observer", "Pending", "RequestRecord", "ThreadedMicroBatcher"]

@@ -3,8 +3,9 @@
 Thread rules
     ``run`` is the actor thread's whole life; ``step`` runs there only (or by hand in a test).
     All other public methods may be called from any thread, ``fn`` included.
-    ``_lock`` guards ``_state``, ``_waiting``, ``_asleep`` and every request; it is never held while ``fn``,
-    an observer or an event loop's callback runs. ``_running`` and ``_batches`` belong to the actor thread.
+    ``_lock`` guards ``_state``, ``_waiting``, ``_asleep``, ``_running_cost``, ``_began_s``, ``_pace`` and
+    every request; it is never held while ``fn``, an observer or an event loop's callback runs.
+    ``_running`` and ``_batches`` belong to the actor thread.
     A request ends when its ``remaining`` becomes 0, hence once; whoever ends it also tells its caller.
     Until then each of its works waits, runs or is answered, so that a crash can find them all.
 
@@ -37,9 +38,10 @@ from retinue.batching.outcome import (
     shut_down,
     start_error,
 )
+from retinue.batching.pace import Pace
 from retinue.batching.planner import Limits, Plan, Waiting, Work
-from retinue.batching.records import BatchRecord, Observer, RequestRecord
-from retinue.errors import EncoderUnavailable, RetinueError
+from retinue.batching.records import BatchRecord, Observer, Pending, RequestRecord
+from retinue.errors import EncoderUnavailable, InvalidInput, Overloaded, RetinueError
 
 
 class State(Enum):
@@ -109,6 +111,7 @@ class Actor:
         on_start: Callable[[], object] | None = None,
         on_stop: Callable[[], object] | None = None,
         max_wait_s: float = 0.0,
+        max_pending_cost: int | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -121,6 +124,7 @@ class Actor:
         self._on_start = on_start
         self._on_stop = on_stop
         self._max_wait_s = max_wait_s
+        self._max_pending_cost = max_pending_cost
         self._observer = observer
         self._clock = clock
         self._is_traced = observer is not None or max_wait_s > 0
@@ -130,6 +134,9 @@ class Actor:
         self._waiting = Waiting()
         self._abandoned: collections.deque[Request] = collections.deque()
         self._running: Sequence[Work] = ()  # until their callers have been told
+        self._running_cost = 0
+        self._began_s: float | None = None  # when the running call did
+        self._pace = Pace()
         self._batches = 0
         self._asleep: Asleep = _AWAKE
         self._alarm: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -178,6 +185,19 @@ class Actor:
             if self._state is not State.RUNNING:
                 raise _refusal(self._state)
 
+    def pending(self) -> Pending:
+        """What was accepted and is not answered yet."""
+        with self._lock:
+            waiting, now_s = self._waiting, self._clock()
+            traced = self._is_traced and bool(waiting)
+            return Pending(
+                items=len(waiting),
+                cost=waiting.cost,
+                oldest_wait_s=now_s - waiting.oldest()[2].trace.arrived_s if traced else None,
+                running_cost=self._running_cost,
+                running_s=None if self._began_s is None else now_s - self._began_s,
+            )
+
     def enqueue(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -185,7 +205,10 @@ class Actor:
         costs: Sequence[int] | None = None,
         keys: Sequence[Hashable] | None = None,
     ) -> Request:
-        """Queue all of ``items`` or nothing; ``EncoderUnavailable`` where nobody would serve them."""
+        """Queue all of ``items`` or nothing.
+
+        ``EncoderUnavailable`` where nobody would serve them, ``Overloaded`` where there is no room.
+        """
         count = len(items)
         request = Request()
         request.loop = loop
@@ -200,6 +223,8 @@ class Actor:
         try:
             if self._state is not _RUNNING:
                 raise _refusal(self._state)
+            if self._max_pending_cost is not None:
+                self._make_sure_of_room(sum(costs) if costs else count, self._max_pending_cost)
             if self._is_traced:
                 request.trace = Trace(sum(costs) if costs else count, self._clock(), waiting)
             request.first = waiting.arrivals
@@ -217,6 +242,20 @@ class Actor:
         if wake:
             self._alarm.put(None)
         return request
+
+    def _make_sure_of_room(self, cost: int, bound: int) -> None:
+        if cost > bound:
+            raise InvalidInput(
+                f"the request costs {cost}, which exceeds max_pending_cost={bound}; "
+                f"it would need max_pending_cost={cost}"
+            )
+        pending = self._waiting.cost + self._running_cost
+        if (excess := pending + cost - bound) > 0:
+            raise Overloaded(
+                f"a cost of {pending} is pending and the request costs {cost}, "
+                f"together more than max_pending_cost={bound}",
+                retry_after=self._pace.seconds_for(excess),
+            )
 
     def _add_all(self, request: Request, items: Sequence[Any], costs: Sequence[int] | None) -> None:
         keys = request.keys
@@ -264,28 +303,30 @@ class Actor:
     def step(self) -> bool:
         """Plan one batch from all that waits now, run it and answer it; False if nothing waited."""
         with self._lock:
-            plan, left = self._claim()
+            plan, left, claimed_s = self._claim()
         self._report_requests(left, "left")
         if plan is None:
             return False
         self._batches += 1
         works = plan.works
         bucket = self._limits.rung(plan.cost)
-        claimed_s = self._clock() if self._is_traced else 0.0
         self._trace(works, claimed_s)
         results, error = self._call([work[0] for work in works], bucket)
-        if error is None:
-            with self._lock:
-                ended = self._hand_over(works, results)
-        else:
+        duration_s = self._clock() - claimed_s
+        if error is not None:
             forget_frames(error)
-            with self._lock:
+        with self._lock:
+            self._running_cost, self._began_s = 0, None
+            self._pace.note(plan.cost, duration_s)
+            if error is None:
+                ended = self._hand_over(works, results)
+            else:
                 ended = self._fail(works, partial(call_failed, error))
         self._tell(ended)
         self._running = ()
         if self._observer is not None:
             outcome: Outcome = "ok" if error is None else "failed"
-            self._report_batch(plan, bucket, claimed_s, outcome)
+            self._report_batch(plan, bucket, claimed_s, duration_s, outcome)
             self._report_requests(ended, outcome)
         # Whoever keeps a frame of fn, as a traceback does, keeps this frame too; not the batch with it.
         del plan, left, works, results, error, ended
@@ -351,8 +392,8 @@ class Actor:
             full=self._waiting.fills_a_batch(self._limits),
         )
 
-    def _claim(self) -> tuple[Plan | None, list[Request]]:
-        """Make the next batch the running one; also, the requests whose callers turn out to have left."""
+    def _claim(self) -> tuple[Plan | None, list[Request], float]:
+        """Make the next batch the running one, from now on; also, the requests whose callers have left."""
         left: list[Request] = []
         while self._abandoned:
             request = self._abandoned.popleft()
@@ -364,12 +405,14 @@ class Actor:
             cancelled = {work[2] for work in plan.works if work[2].future.cancelled()}
             if not cancelled:
                 self._running = plan.works
+                self._running_cost = plan.cost
                 self._waiting.claim(plan)
-                return plan, left
+                self._began_s = now_s = self._clock()
+                return plan, left, now_s
             for request in cancelled:  # its caller has not yet heard of it
                 self._end(request)
                 left.append(request)
-        return None, left
+        return None, left, 0.0
 
     def _call(self, items: list[Any], bucket: int | None) -> tuple[Sequence[Any], BaseException | None]:
         """What ``fn`` returned for ``items``, one result each, or what it raised."""
@@ -452,7 +495,9 @@ class Actor:
                 if request.trace.claimed_s is None:
                     request.trace.claimed_s = claimed_s
 
-    def _report_batch(self, plan: Plan, bucket: int | None, claimed_s: float, outcome: Outcome) -> None:
+    def _report_batch(
+        self, plan: Plan, bucket: int | None, claimed_s: float, duration_s: float, outcome: Outcome
+    ) -> None:
         record = BatchRecord(
             id=self._batches,
             items=len(plan.works),
@@ -461,7 +506,7 @@ class Actor:
             key=plan.key,
             bucket=bucket,
             oldest_wait_s=claimed_s - plan.works[0][2].trace.arrived_s,
-            duration_s=self._clock() - claimed_s,
+            duration_s=duration_s,
             outcome=outcome,
         )
         self._observe(record)

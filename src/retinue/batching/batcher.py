@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from retinue.batching import exit_hook
 from retinue.batching.actor import Actor, State
 from retinue.batching.outcome import forget_frames, logger
-from retinue.batching.planner import Limits
-from retinue.batching.records import Observer
+from retinue.batching.planner import Limits, positive_int
+from retinue.batching.records import Observer, Pending
 from retinue.errors import InvalidInput
 
 ItemT = TypeVar("ItemT")
@@ -36,6 +36,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
     ``on_start``, ``on_stop``: run on the thread before the first and after the last call; ``on_stop`` runs
     once, if ``on_start`` succeeded, and what it raises is logged.
     ``max_wait_s``: how long an item may wait for company while the thread is free; 0 is eager.
+    ``max_pending_cost``: the most that may wait and run; beyond it ``submit`` refuses. None for no bound.
     ``observer``: gets a record of each batch and request (see ``retinue.batching.records``).
     ``join_timeout_s``: how long ``shutdown``, ``aclose`` and the interpreter's exit wait for a running call.
     """
@@ -50,6 +51,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         on_start: Callable[[], object] | None = None,
         on_stop: Callable[[], object] | None = None,
         max_wait_s: float = 0.0,
+        max_pending_cost: int | None = None,
         observer: Observer | None = None,
         name: str = "micro-batcher",
         join_timeout_s: float = 10.0,
@@ -63,6 +65,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             on_start=on_start,
             on_stop=on_stop,
             max_wait_s=_seconds(max_wait_s, "max_wait_s"),
+            max_pending_cost=pending_bound(max_pending_cost),
             observer=observer,
         )
         # Not a daemon: a daemon thread may be torn down in the middle of a call into the device.
@@ -144,8 +147,8 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         it that no batch has claimed; a claimed one finishes and its result is dropped.
 
         Raises ``InvalidInput`` for costs or keys that cannot be, naming the item; ``EncoderFailed`` if ``fn``
-        raised (``__cause__``) or broke its contract; ``EncoderUnavailable`` before start, after shutdown and
-        after a crash.
+        raised (``__cause__``) or broke its contract; ``Overloaded`` if ``max_pending_cost`` leaves no room;
+        ``EncoderUnavailable`` before start, after shutdown and after a crash.
         """
         try:
             count = len(items)
@@ -175,6 +178,10 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             raise failure
         finally:
             del failure, request  # they would close a cycle with the traceback
+
+    def pending(self) -> Pending:
+        """What was accepted and is not answered yet, at this moment."""
+        return self._actor.pending()
 
     def _checked(
         self, count: int, costs: Sequence[int] | None, keys: Sequence[Hashable] | None
@@ -222,12 +229,17 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             )
 
 
+def pending_bound(value: int | None) -> int | None:
+    """``max_pending_cost``, checked."""
+    return None if value is None else positive_int(value, "max_pending_cost must be None or a positive int")
+
+
 def _check_hashable(key: Hashable, index: int, count: int) -> None:
     try:
         hash(key)
     except TypeError:
         raise InvalidInput(
-            f"item {index + 1} of {count}: a key must be hashable, got {type(key).__name__}"
+            f"item {index + 1} of {count}: a key must be hashable, got {type(key).__name__}", position=index
         ) from None
 
 

@@ -65,11 +65,12 @@ class Limits:
         try:
             cost = positive_int(cost, "a cost must be a positive int")
         except ValueError as error:
-            raise InvalidInput(f"{what}: {error}") from None
+            raise InvalidInput(f"{what}: {error}", position=index) from None
         if cap is not None and cost > cap:
             raise InvalidInput(
                 f"{what} costs {cost}, which exceeds max_batch_cost={cap}; "
-                f"it would need max_batch_cost={cost}"
+                f"it would need max_batch_cost={cost}",
+                position=index,
             )
         return int(cost)
 

@@ -41,6 +41,17 @@ class RequestRecord:
     outcome: Literal["ok", "failed", "left"]
 
 
+@dataclass(frozen=True)
+class Pending:
+    """What a batcher has accepted and not answered yet. Times are in seconds."""
+
+    items: int  #: that wait
+    cost: int  #: of those that wait
+    oldest_wait_s: float | None  #: None if nothing waits, or if there is no observer to ask for it
+    running_cost: int  #: of the call that runs
+    running_s: float | None  #: how long it has been running; None if none runs
+
+
 class Observer(Protocol):
     """Gets a record of each batch and of each accepted request as it ends."""
 

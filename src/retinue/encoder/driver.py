@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import copy
 import logging
 import os
 import threading
@@ -21,10 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from retinue.batching import Observer, ThreadedMicroBatcher
-from retinue.batching.outcome import describe, forget_frames
+from retinue.batching import Observer, Pending, ThreadedMicroBatcher
+from retinue.batching.batcher import pending_bound
+from retinue.batching.outcome import describe, forget_frames, log_error
 from retinue.batching.planner import Limits, positive_int
 from retinue.encoder.backend import ArtifactT, ItemT, Preprocessed, RawT, VisionEncoderBackend
 from retinue.encoder.pool import Pool
@@ -33,6 +35,9 @@ from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput, Reti
 logger = logging.getLogger("retinue")
 
 SelfT = TypeVar("SelfT", bound="AsyncVisionEncoder[Any, Any, Any]")
+
+
+_NOTHING = Pending(items=0, cost=0, oldest_wait_s=None, running_cost=0, running_s=None)
 
 
 class _Life(Enum):
@@ -45,6 +50,14 @@ class _Life(Enum):
     CLOSED = "after shutdown()"
 
 
+@runtime_checkable
+class PreprocessObserver(Protocol):
+    """An observer that also hears how long each ``preprocess`` took; on pool threads, several at once."""
+
+    def on_preprocess(self, duration_s: float) -> None:
+        """A ``preprocess`` has ended, well or not."""
+
+
 class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     """Encodes the images of concurrent requests in shared batches, each request getting its own, in order.
 
@@ -52,7 +65,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     ``load`` and ``shutdown`` do the same for code that is not asynchronous.
 
     ``preprocess_concurrency``: threads for ``preprocess``, in place of the backend's own choice.
-    ``max_wait_s``, ``observer``, ``join_timeout_s``: as for ``ThreadedMicroBatcher``.
+    ``max_wait_s``, ``max_pending_cost``, ``observer``, ``join_timeout_s``: as for ``ThreadedMicroBatcher``;
+    an observer that is a ``PreprocessObserver`` also hears of ``preprocess``.
     """
 
     def __init__(
@@ -62,6 +76,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         *,
         preprocess_concurrency: int | None = None,
         max_wait_s: float = 0.0,
+        max_pending_cost: int | None = None,
         observer: Observer | None = None,
         name: str = "vision-encoder",
         join_timeout_s: float = 10.0,
@@ -69,7 +84,11 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         self._backend = backend
         self._model_id = model_id
         self._threads = _threads(backend, preprocess_concurrency)
+        self._preprocess: Callable[[RawT], Preprocessed[ItemT]] = backend.preprocess
+        if isinstance(observer, PreprocessObserver):
+            self._preprocess = _timed(backend.preprocess, observer)
         self._max_wait_s = max_wait_s
+        self._max_pending_cost = pending_bound(max_pending_cost)
         self._observer = observer
         self._name = name
         self._join_timeout_s = join_timeout_s
@@ -159,8 +178,9 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         it stops all of its images that no batch has claimed.
 
         Raises ``InvalidInput`` for an image that ``preprocess`` refuses or that costs more than a batch may
-        hold; ``EncoderFailed`` where the backend failed or broke its contract; ``EncoderUnavailable`` before
-        load and after shutdown. Errors name an image by its position: "image 2 of 3".
+        hold; ``EncoderFailed`` where the backend failed or broke its contract; ``Overloaded`` if
+        ``max_pending_cost`` leaves no room; ``EncoderUnavailable`` before load and after shutdown. Errors
+        name an image by its position: "image 2 of 3".
         """
         if isinstance(raws, (str, bytes)):
             raise TypeError(f"encode() takes a sequence of raws, got one {type(raws).__name__}")
@@ -170,7 +190,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             if batcher is None or self._life is not _Life.LOADED:
                 raise EncoderUnavailable(f"encode() called {self._life.value}")
             if pool is not None and raws:
-                preparation = _Preparation(self._backend.preprocess, self._limits, raws)
+                preparation = _Preparation(self._preprocess, self._limits, raws)
                 self._preparing.add(preparation)
         if pool is None or not raws:
             request = batcher.submit(raws)  # type: ignore[arg-type]  # its raws are its items
@@ -191,6 +211,12 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         del items
         return await request
 
+    def pending(self) -> Pending:
+        """What was batched and is not answered yet; images in ``preprocess`` are not among it."""
+        with self._lock:
+            batcher = self._batcher
+        return _NOTHING if batcher is None else batcher.pending()
+
     # ---- within
 
     def _prepare_to_load(self, model_id: str) -> ThreadedMicroBatcher[ItemT, ArtifactT]:
@@ -206,6 +232,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
                 on_start=lambda: backend.build(model_id),
                 on_stop=backend.close,
                 max_wait_s=self._max_wait_s,
+                max_pending_cost=self._max_pending_cost,
                 observer=self._observer,
                 name=self._name,
                 join_timeout_s=self._join_timeout_s,
@@ -264,6 +291,23 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             )
 
 
+def _timed(
+    preprocess: Callable[[RawT], Preprocessed[ItemT]], observer: PreprocessObserver
+) -> Callable[[RawT], Preprocessed[ItemT]]:
+    def timed(raw: RawT) -> Preprocessed[ItemT]:
+        began_s = time.monotonic()
+        try:
+            return preprocess(raw)
+        finally:
+            del raw
+            try:
+                observer.on_preprocess(time.monotonic() - began_s)
+            except Exception as error:
+                log_error("an observer raised", error)
+
+    return timed
+
+
 def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None) -> int:
     """How many threads preprocess; 0 for a backend that has no such phase."""
     wanted = backend.preprocess_concurrency if override is None else override
@@ -284,15 +328,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _blame(error: BaseException, what: str) -> RetinueError:
+def _blame(error: BaseException, index: int, count: int) -> RetinueError:
     """The caller's own error for what ``preprocess`` raised."""
+    what = f"image {index + 1} of {count}"
     blamed: RetinueError
     if isinstance(error, InvalidInput):
-        blamed = InvalidInput(f"{what}: {_words(error)}")
+        blamed = InvalidInput(f"{what}: {_words(error)}", position=index)
     elif isinstance(error, RetinueError):
-        return error
+        blamed = copy.copy(error)
     elif isinstance(error, (ValueError, TypeError)):
-        blamed = InvalidInput(f"{what} was refused by preprocess")
+        blamed = InvalidInput(f"{what} was refused by preprocess", position=index)
         if hasattr(blamed, "add_note"):  # for the log and the debugger; clients see the message alone
             blamed.add_note(describe(error))
     else:
@@ -370,7 +415,7 @@ class _Preparation:
             prepared = self._preprocess(raw)
         except BaseException as error:  # SystemExit too: the process is not a backend's to end
             forget_frames(error)
-            self.end(_blame(error, f"image {index + 1} of {self._count}"))
+            self.end(_blame(error, index, self._count))
             return
         finally:
             del raw

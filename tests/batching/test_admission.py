@@ -1,0 +1,149 @@
+"""Guarantee 8: what is pending is bounded, and a refusal says when there will be room."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from retinue.batching.pace import Pace
+from retinue.errors import EncoderFailed, InvalidInput, Overloaded
+
+from .support import ByHand, Clock, Echo, Gate, Watch, open_actor, settle, tags
+
+
+async def test_pending_cost_never_exceeds_its_bound() -> None:
+    hand = ByHand(Echo(), max_pending_cost=10)
+    accepted = [hand.submit("a", costs=[6]), hand.submit("b", costs=[4])]
+    await settle()
+    refused = hand.submit("c", costs=[1])
+    with pytest.raises(Overloaded, match=r"10 is pending and the request costs 1.*max_pending_cost=10"):
+        await refused
+    assert hand.batcher.pending().cost == 10
+    await hand.run_dry()
+    assert [tags(task.result()) for task in accepted] == [["a"], ["b"]]
+
+
+async def test_items_without_costs_count_one_each() -> None:
+    hand = ByHand(Echo(), max_pending_cost=3)
+    hand.submit(1, 2)
+    await settle()
+    with pytest.raises(Overloaded):
+        await hand.submit(3, 4)
+    fits = hand.submit(5)
+    await hand.run_dry()
+    assert tags(fits.result()) == [5]
+
+
+async def test_a_request_enters_whole_or_not_at_all() -> None:
+    echo = Echo()
+    hand = ByHand(echo, max_pending_cost=3)
+    hand.submit(1, 2)
+    await settle()
+    refused = hand.submit(3, 4)
+    await hand.run_dry()
+    assert isinstance(refused.exception(), Overloaded)
+    assert echo.calls == [[1, 2]]
+
+
+async def test_what_runs_is_pending_until_it_is_answered() -> None:
+    seen = []
+    hand = ByHand(Echo(lambda: seen.append(hand.batcher.pending())), max_pending_cost=5)
+    hand.submit(1, costs=[5])
+    await hand.step()
+    [during] = seen
+    assert (during.items, during.cost, during.running_cost) == (0, 0, 5)
+    assert hand.batcher.pending().running_cost == 0
+
+
+async def test_a_running_call_leaves_no_room() -> None:
+    gate = Gate()
+    hand = ByHand(gate, max_pending_cost=5)
+    first = hand.submit(1, costs=[5])
+    await settle()
+    stepping = asyncio.create_task(asyncio.to_thread(hand.actor.step))
+    await gate.inside()
+    with pytest.raises(Overloaded):
+        await hand.submit(2)
+    gate.open()
+    await stepping
+    await first
+    second = hand.submit(2)
+    await hand.run_dry()
+    assert tags(second.result()) == [2]
+
+
+@pytest.mark.parametrize("ending", ["served", "failed", "left"])
+async def test_room_comes_back_however_a_request_ends(ending: str) -> None:
+    echo = Echo()
+    echo.faults = [ValueError("bad")] if ending == "failed" else []
+    hand = ByHand(echo, max_pending_cost=4)
+    first = hand.submit(1, costs=[4])
+    await settle()
+    if ending == "left":
+        first.cancel()
+    await hand.run_dry()
+    await asyncio.wait({first})
+    if ending == "failed":
+        assert isinstance(first.exception(), EncoderFailed)
+    second = hand.submit(2, costs=[4])
+    await hand.run_dry()
+    assert tags(second.result()) == [2]
+
+
+async def test_what_could_never_be_admitted_names_the_setting_and_the_value_needed() -> None:
+    hand = ByHand(Echo(), max_pending_cost=4)
+    with pytest.raises(InvalidInput, match=r"costs 5.*max_pending_cost=4.*need max_pending_cost=5"):
+        await hand.submit(1, 2, costs=[3, 2])
+
+
+@pytest.mark.parametrize("bound", [0, -1, True, 1.5, "9"])
+def test_a_bound_is_a_positive_int(bound: object) -> None:
+    with pytest.raises(ValueError, match="max_pending_cost"):
+        ByHand(Echo(), max_pending_cost=bound)
+
+
+async def test_retry_after_follows_the_measured_pace() -> None:
+    clock, loop = Clock(), asyncio.get_running_loop()
+    actor = open_actor(Echo(lambda: clock.tick(2.0)), clock=clock, max_pending_cost=10)
+    actor.enqueue(loop, ["warm"], [4])
+    actor.step()  # 2 s for a cost of 4
+    actor.enqueue(loop, ["a"], [10])
+    with pytest.raises(Overloaded) as caught:
+        actor.enqueue(loop, ["b"], [6])
+    assert caught.value.retry_after == pytest.approx(3.0)
+
+
+async def test_pending_says_how_long_the_oldest_has_waited_if_somebody_observes() -> None:
+    clock, loop = Clock(), asyncio.get_running_loop()
+    actor = open_actor(Echo(), clock=clock, observer=Watch())
+    assert actor.pending().oldest_wait_s is None
+    actor.enqueue(loop, [1])
+    clock.tick(3.0)
+    actor.enqueue(loop, [2])
+    pending = actor.pending()
+    assert (pending.items, pending.cost, pending.oldest_wait_s) == (2, 2, 3.0)
+
+
+async def test_pending_says_how_long_a_call_has_been_running() -> None:
+    clock, seen = Clock(), []
+
+    def look() -> None:
+        clock.tick(1.5)
+        seen.append(actor.pending().running_s)
+
+    actor = open_actor(Echo(look), clock=clock)
+    actor.enqueue(asyncio.get_running_loop(), [1])
+    actor.step()
+    assert seen == [1.5]
+    assert actor.pending().running_s is None
+
+
+def test_a_pace_is_unknown_until_a_call_has_ended_and_then_forgets_slowly() -> None:
+    pace = Pace()
+    assert pace.seconds_for(1000) == 1.0
+    pace.note(10, 1.0)
+    assert pace.seconds_for(20) == pytest.approx(2.0)
+    for _ in range(100):
+        pace.note(10, 2.0)
+    assert pace.seconds_for(20) == pytest.approx(4.0, rel=1e-3)

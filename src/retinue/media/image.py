@@ -45,6 +45,10 @@ _MAX_METADATA_BYTES = 2**24
 # As many as a progressive encoder ever writes, several times over; each scan is a pass over all pixels.
 _MAX_SCANS = 100
 
+# JPEG is decoded at the smallest scale that is at least so many times the wanted size. With 1.4, 1080p comes
+# to 336 px from a quarter; docs/log.md has what that costs.
+_DRAFT = 1.4
+
 T = TypeVar("T")
 Size = tuple[int, int]
 Entry = tuple[int, int, bytes]  # of a TIFF directory: type, count, the value or its offset
@@ -191,7 +195,8 @@ def _open(frame: _Frame) -> ImageFile:
 def _decode(frame: _Frame, max_side: int | None) -> PIL.Image.Image:
     image = _open(frame)
     target = _fit(frame.size, max_side)
-    drafted = image.draft(None, (2 * target[0], 2 * target[1])) if target != frame.size else None
+    enough = round(_DRAFT * target[0]), round(_DRAFT * target[1])
+    drafted = image.draft(None, enough) if target != frame.size else None
     image.load()
     rgb = _rgb(image) if frame.box is None else _on_canvas(_rgb(image.crop(frame.box)), frame)
     if target != frame.size:

@@ -1,9 +1,9 @@
-# Five verbs, the same for a person and for CI; each does its own set-up.
+# Verbs that are the same for a person and for CI; each does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup check test bench demo train clean
+.PHONY: setup check test bench docs demo train clean
 
 setup: $(READY)
 
@@ -29,6 +29,11 @@ bench: $(READY) .bench/ready
 .bench/ready:
 	$(BIN)/pip install --quiet --no-deps --target .bench ai-dynamo==1.6.1
 	@touch $@
+
+# Draws the pictures anew and checks that every link leads somewhere.
+docs: $(READY)
+	$(BIN)/python docs/timeline.py
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 demo: $(READY)
 	@$(BIN)/retinue demo

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+try:
+    import tyro
+
+    from retinue.media import MediaPolicy
+    from retinue.server.limits import ServerLimits
+except ModuleNotFoundError as error:
+    sys.exit(f"the retinue command needs more than the library: pip install 'retinue[serve]' ({error})")
+
+if TYPE_CHECKING:
+    from retinue.server.stack import Behind, Stack
 
 __all__ = ["main"]
 
@@ -30,14 +44,107 @@ class Demo:
         return run(self.requests)
 
 
+_KEY_VARIABLE = "RETINUE_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve an OpenAI-compatible endpoint whose images go through a vision encoder of your own.
+
+    One of three stands behind the encoder: the shipped demo model (--demo), a Hugging Face text model in this
+    process (TEXT_MODEL), or any server that takes prompt_embeds parts, such as vLLM (--upstream).
+    """
+
+    text_model: tyro.conf.Positional[str | None] = None
+    """Folder or Hub name of a causal language model and its tokenizer."""
+    demo: bool = False
+    """Serve the demo model, which reads pictures of digits, with its own encoder."""
+    upstream: str | None = None
+    """URL of a running server to stand in front of, such as http://127.0.0.1:8001."""
+    encoder: str | None = None
+    """The backend's class, as package.module:Class."""
+    encoder_model: str | None = None
+    """What the backend's build gets; TEXT_MODEL if not given."""
+    name: str | None = None
+    """What clients call the model; TEXT_MODEL or "demo" if not given. An upstream has names of its own."""
+    dtype: str = "auto"
+    """Of TEXT_MODEL: float32, bfloat16, float16, or that of its checkpoint."""
+    decoder_batch: int = 16
+    """So many texts are written at once by TEXT_MODEL."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all, which wants an API key."""
+    port: int = 8000
+    """Port to listen on; 0 for any that is free."""
+    api_key: str | None = None
+    """What clients must send as a bearer token on /v1/*; also from the environment: RETINUE_API_KEY."""
+    grace_s: float = 30.0
+    """Seconds for what is in flight when the server is told to stop."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """How much the server takes on."""
+    media: MediaPolicy = field(default_factory=MediaPolicy)
+    """What images may be, and where they may come from."""
+
+    def __post_init__(self) -> None:
+        behind = [self.text_model is not None, self.demo, self.upstream is not None]
+        if sum(behind) != 1:
+            raise ValueError("serve needs exactly one of TEXT_MODEL, --demo and --upstream URL")
+        if self.demo and self.encoder is not None:
+            raise ValueError("--demo brings its own encoder; leave --encoder out")
+        if not self.demo and self.encoder is None:
+            raise ValueError("serve needs your backend's class: --encoder package.module:Class")
+
+    def run(self) -> int:
+        """Run the command; its exit status."""
+        from retinue.server.serving import serve
+
+        api_key = self.api_key or os.environ.get(_KEY_VARIABLE)
+        if api_key is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            print(f"warning: {self.host} is open to others, and there is no API key", file=sys.stderr)
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        return serve(self._stack(api_key), "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
+
+    def _stack(self, api_key: str | None) -> Stack:
+        from retinue.encoder import load_backend
+        from retinue.server.stack import Stack
+
+        if self.demo:
+            from retinue.demo.serving import demo_stack
+
+            return demo_stack(limits=self.limits, media=self.media, api_key=api_key)
+        assert self.encoder is not None
+        return Stack(
+            load_backend(self.encoder),
+            self.encoder_model or self.text_model or "",
+            self._upstream() if self.upstream is not None else self._embedded(),
+            limits=self.limits,
+            media=self.media,
+            api_key=api_key,
+            join_timeout_s=self.grace_s,
+        )
+
+    def _upstream(self) -> Behind:
+        from retinue.server.proxy import ProxyApp
+        from retinue.server.stack import Behind
+
+        assert self.upstream is not None
+        proxy = ProxyApp(self.upstream)
+        return Behind(proxy, close=proxy.aclose)
+
+    def _embedded(self) -> Behind:
+        from retinue.decoders.transformers import TransformersDecoder
+        from retinue.server.embedded import EmbeddedApp
+        from retinue.server.stack import Behind
+
+        assert self.text_model is not None
+        decoder = TransformersDecoder(self.text_model, dtype=self.dtype, max_batch_items=self.decoder_batch)
+        app = EmbeddedApp(decoder, model_name=self.name or self.text_model)
+        return Behind(app, load=decoder.aload, close=decoder.aclose)
+
+
 def main() -> None:
     """Entry point of the ``retinue`` command."""
-    try:
-        import tyro
-    except ModuleNotFoundError:
-        sys.exit("the retinue command needs more than the library: pip install 'retinue[demo]'")
     command = tyro.extras.subcommand_cli_from_dict(
-        {"demo": Demo},
+        {"serve": Serve, "demo": Demo},
         prog="retinue",
         description="Batches the images of concurrent requests through a vision encoder of your own.",
     )

@@ -265,6 +265,21 @@ async def test_bad_embeddings_are_the_encoders_fault(
         await decoder.generate(replace(pictured(), embeds=embeds), WARM)
 
 
+async def test_it_tells_the_width_of_its_rows_and_the_length_of_its_context(
+    decoder: TransformersDecoder,
+) -> None:
+    assert (decoder.width, decoder.context) == (64, 128)
+
+
+async def test_a_text_beyond_the_context_is_refused_before_it_takes_memory(
+    decoder: TransformersDecoder,
+) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"text alone has \d+ tokens, more than the model's context of 128"
+    ):
+        decoder.chat_prompt([{"role": "user", "content": "word " * 100_000}])
+
+
 async def test_a_prompt_may_fill_the_context_to_its_end(decoder: TransformersDecoder) -> None:
     generation = await decoder.generate(
         TEXT * 10, GenerationOptions(max_new_tokens=88, temperature=1.0, seed=2)
@@ -285,6 +300,8 @@ async def test_before_and_after_its_life_the_decoder_is_unavailable(checkpoint: 
         await decoder.generate(TEXT, WARM)
     with pytest.raises(EncoderUnavailable):
         decoder.chat_prompt([{"role": "user", "content": "hi"}])
+    with pytest.raises(EncoderUnavailable):
+        _ = decoder.width
     await decoder.aclose()
 
 

@@ -54,14 +54,15 @@ class Chat:
         )
         self._stand_in_id = _ids(self._joint, self._stand_in)[-1]
 
-    def prompt(self, messages: Sequence[Message], *, hidden_size: int) -> Prompt:
+    def prompt(self, messages: Sequence[Message], *, hidden_size: int, context: int | None = None) -> Prompt:
         """Render ``messages`` and the beginning of the answer.
 
         A message has a ``role`` and a ``content``: a string, or parts that are joined by newlines, as vLLM
         joins them: ``{"type": "text", "text": str}`` and ``{"type": "prompt_embeds", "data": artifact}``.
 
-        ``InvalidInput`` for what cannot be read or what the template refuses; ``EncoderFailed`` for
-        artifacts that ``splice`` refuses. At image rows the prompt's ids are in no vocabulary.
+        ``InvalidInput`` for what cannot be read or what the template refuses, and for text of more than
+        ``context`` tokens, for which no embeddings are made; ``EncoderFailed`` for artifacts that ``splice``
+        refuses. At image rows the prompt's ids are in no vocabulary.
         """
         apart = _Apart()
         rendered = self._render([self._message(message, n, apart) for n, message in enumerate(messages, 1)])
@@ -69,8 +70,15 @@ class Chat:
         images = _images(between)
         if images != _images(apart.parts):
             raise InvalidInput("the model's chat template does not keep every image, once and in order")
+        token_ids = self._tokenize(texts, between)
+        text_tokens = len(token_ids) - len(images)
+        if context is not None and text_tokens > context:
+            raise InvalidInput(
+                f"the prompt's text alone has {text_tokens} tokens, "
+                f"more than the model's context of {context}"
+            )
         return splice(
-            self._tokenize(texts, between),
+            token_ids,
             self._stand_in_id,
             [image.artifact for image in images],
             hidden_size=hidden_size,

@@ -92,10 +92,20 @@ class TransformersDecoder:
 
     # ---- requests
 
+    @property
+    def width(self) -> int:
+        """The width of an embedding, and so of an image's rows; ``EncoderUnavailable``: not loaded."""
+        return self._running().model.width
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of prompt and text together; None: the model does not say. Raises as ``width``."""
+        return self._running().model.context
+
     def chat_prompt(self, messages: Sequence[Message]) -> Prompt:
         """Put ``messages`` with artifacts through the model's chat template; see ``Chat.prompt``."""
         loaded = self._running()
-        return loaded.chat.prompt(messages, hidden_size=loaded.model.width)
+        return loaded.chat.prompt(messages, hidden_size=loaded.model.width, context=loaded.model.context)
 
     async def generate(
         self, prompt: Prompt | Sequence[int], options: GenerationOptions = _DEFAULTS

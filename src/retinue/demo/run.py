@@ -1,32 +1,34 @@
 """The demo: dozens of concurrent requests about pictures of digits, and the batches that they form.
 
-``run`` is what ``retinue demo`` calls. It reads the pictures that are shipped, whose names begin with the
-digit that they show, and so knows what the answers should be.
+``run`` is what ``retinue demo`` calls: a server, and OpenAI's client in front of it. It reads the pictures
+that are shipped, whose names begin with the digit that they show, and so knows what the answers should be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
 from retinue.batching import BatchRecord, RequestRecord
-from retinue.decoders.transformers import GenerationOptions, TransformersDecoder
-from retinue.demo.encoder import CHECKPOINT, DigitsEncoder
 from retinue.demo.prompt import QUESTION
-from retinue.encoder import AsyncVisionEncoder
+from retinue.demo.serving import MODEL_NAME, demo_stack
+from retinue.server.serving import listening
 
 __all__ = ["PICTURES", "Picture", "Service", "pictures", "run"]
 
 PICTURES = Path(__file__).parent / "pictures"
 
-_OPTIONS = GenerationOptions(max_new_tokens=8)
 _LEAVES = 8  # every so manieth caller leaves half-way
 _SHOWN = 24  # batches of the table
 
@@ -39,6 +41,11 @@ class Picture:
     data: bytes
     digit: str
 
+    @property
+    def url(self) -> str:
+        """As a data URL. Its type is left out: the server judges by content."""
+        return f"data:;base64,{base64.b64encode(self.data).decode()}"
+
 
 def pictures() -> list[Picture]:
     """The pictures that are shipped, by name: PNG, JPEG and WebP of many sizes."""
@@ -47,33 +54,29 @@ def pictures() -> list[Picture]:
 
 
 class Service:
-    """The encoder in front of the decoder: what every request of the demo goes through."""
+    """The demo's server and a client of it: what every request of the demo goes through."""
 
     def __init__(self) -> None:
         self.batches: list[BatchRecord] = []
-        self._encoder = AsyncVisionEncoder(DigitsEncoder(), "demo", observer=self)
-        self._decoder = TransformersDecoder(CHECKPOINT, dtype="float32", max_batch_items=32)
+        self._life = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
-        await self._encoder.__aenter__()
-        try:
-            await self._decoder.aload()
-        except BaseException:
-            await self._encoder.aclose()
-            raise
+        url = await self._life.enter_async_context(listening(demo_stack(observer=self)))
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._client = await self._life.enter_async_context(client)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._decoder.aclose()
-        await self._encoder.aclose()
+        await self._life.aclose()
 
     async def ask(self, shown: Sequence[Picture], question: str = QUESTION) -> str:
         """The model's answer to ``question`` about the pictures ``shown``."""
-        artifacts = await self._encoder.encode([picture.data for picture in shown])
-        parts = [{"type": "prompt_embeds", "data": artifact} for artifact in artifacts]
-        content = [*parts, {"type": "text", "text": question}]
-        prompt = self._decoder.chat_prompt([{"role": "user", "content": content}])
-        return (await self._decoder.generate(prompt, _OPTIONS)).text
+        images = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in shown]
+        content: Any = [*images, {"type": "text", "text": question}]
+        completion = await self._client.chat.completions.create(
+            model=MODEL_NAME, messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+        )
+        return completion.choices[0].message.content or ""
 
     def on_batch(self, record: BatchRecord) -> None:
         """Keep it for the table."""

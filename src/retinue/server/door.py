@@ -1,0 +1,131 @@
+"""The door of the server: who may come in, how many at once, and for how long.
+
+Requests to ``/v1/…`` pass it; health and metrics do not. It also answers what nobody behind it has
+answered: an exception that escapes, or a request that took too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from retinue.batching.pace import Pace
+from retinue.errors import DeadlineExceeded, Overloaded
+from retinue.server.errors import error_response, refusal
+
+__all__ = ["Door"]
+
+
+class Door:
+    """Lets requests through to ``app``.
+
+    ``api_key``: what clients must send as a bearer token; None lets everybody in.
+    ``max_concurrent_requests``: more POSTs at once get 429 before they are read.
+    ``request_timeout_s``: a request that is not being answered by then gets 504; None for no deadline.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None = None,
+        max_concurrent_requests: int = 256,
+        request_timeout_s: float | None = 600.0,
+    ) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+        self._max_concurrent_requests = max_concurrent_requests
+        self._request_timeout_s = request_timeout_s
+        self._pace = Pace()
+        self._ended_s = 0.0  # when a request ended last
+        self.in_flight = 0
+        self.rejected = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+        elif not self._may_enter(scope):
+            response = refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif self.in_flight >= self._max_concurrent_requests:
+            self.rejected += 1
+            await error_response(self._full())(scope, receive, send)
+        else:
+            await self._through(scope, receive, send)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        if self._api_key is None:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
+
+    def _full(self) -> Overloaded:
+        return Overloaded(
+            f"{self.in_flight} requests are being answered, max_concurrent_requests="
+            f"{self._max_concurrent_requests}",
+            retry_after=self._pace.seconds_for(1),
+        )
+
+    async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        self.in_flight += 1
+        began_s = time.monotonic()
+        try:
+            await self._within_deadline(answer, self._app(scope, receive, answer.send))
+        except Exception as error:
+            if answer.began:
+                raise  # the server cuts the connection, so that the client sees that this is not the end
+            await error_response(error)(scope, receive, send)
+        finally:
+            self.in_flight -= 1
+            now_s = time.monotonic()
+            self._pace.note(1, now_s - max(began_s, self._ended_s))
+            self._ended_s = now_s
+
+    async def _within_deadline(self, answer: _Answer, work: Any) -> None:
+        """Run ``work`` to its end, or until the deadline if its answer has not begun by then."""
+        working = asyncio.ensure_future(work)
+        beginning = asyncio.ensure_future(answer.beginning.wait())
+        try:
+            await asyncio.wait(
+                {working, beginning},
+                timeout=self._request_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not working.done() and not answer.began:
+                raise DeadlineExceeded(f"not answered within request_timeout_s={self._request_timeout_s:g}")
+            await working
+        finally:
+            beginning.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+                if not working.cancelled():
+                    working.exception()  # seen; the deadline, or who cancelled us, is what counts
+
+
+class _Answer:
+    """Notices when the answer begins."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.beginning = asyncio.Event()
+
+    @property
+    def began(self) -> bool:
+        return self.beginning.is_set()
+
+    async def send(self, message: Message) -> None:
+        """``send`` of ASGI."""
+        if message["type"] == "http.response.start":
+            self.beginning.set()
+        await self._send(message)

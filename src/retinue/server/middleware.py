@@ -1,0 +1,223 @@
+"""``EncodeImages``: image parts of chat requests go in, ``prompt_embeds`` parts come out.
+
+An ASGI middleware. In a POST to ``…/chat/completions`` it replaces each part
+
+    {"type": "image_url", "image_url": {"url": "https://… or data:…"}}
+
+in its place by vLLM's public format for embeddings,
+
+    {"type": "prompt_embeds", "data": "<base64 of torch.save of a (rows, hidden) tensor>"}
+
+and gives everything else on to the app behind, untouched to the byte. So that app may be vLLM's own server, a
+proxy to any server that takes such parts, or the embedded decoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import orjson
+import pybase64
+import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from retinue.encoder import AsyncVisionEncoder
+from retinue.errors import EncoderFailed, InvalidInput, RetinueError
+from retinue.media import MediaLoader
+from retinue.server.budget import ByteBudget
+from retinue.server.connection import BodyTooLarge, ClientLeft, Connection
+from retinue.server.errors import error_response, refusal
+
+__all__ = ["EncodeImages", "Ended", "Ending"]
+
+#: How the images of a request ended: in artifacts, in an error of the tree, or because their client left.
+Ending: TypeAlias = Literal["ok", "left"] | RetinueError
+
+_SUFFIX = "/chat/completions"
+
+
+class Ended(Protocol):
+    """Is told how each request with images ended, and how many there were."""
+
+    def __call__(self, images: int, ending: Ending) -> None:
+        """On the event loop, once per request; must be quick."""
+
+
+@dataclass(frozen=True)
+class _ImagePart:
+    part: dict[str, Any]  # of the parsed request; to be replaced in place
+    param: str
+    url: str
+
+
+class EncodeImages:
+    """Puts the images of chat requests through ``encoder``, in front of ``app``.
+
+    The life of ``encoder`` and ``media`` is their owner's. ``max_body_bytes``: of one request, else 413.
+    ``max_pending_bytes``: of the bodies and pictures of all requests that wait, else 429.
+    ``client_embeds``: let clients send ``prompt_embeds`` parts of their own. They are as dangerous as the
+    server behind is trusting: vLLM's engine dies of a wrong width, for everybody.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        encoder: AsyncVisionEncoder[Any, Any, Any],
+        media: MediaLoader,
+        max_body_bytes: int = 64 * 2**20,
+        max_pending_bytes: int = 2**30,
+        client_embeds: bool = False,
+        ended: Ended | None = None,
+    ) -> None:
+        self._app = app
+        self._encoder = encoder
+        self._media = media
+        self._max_body_bytes = max_body_bytes
+        self._client_embeds = client_embeds
+        self._ended = ended
+        self.budget = ByteBudget(max_pending_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_SUFFIX):
+            await self._app(scope, receive, send)
+            return
+        connection = Connection(scope, receive)
+        try:
+            await self._chat(scope, connection, send)
+        except ClientLeft:
+            pass  # there is nobody to answer
+        finally:
+            connection.close()
+
+    async def _chat(self, scope: Scope, connection: Connection, send: Send) -> None:
+        try:
+            with self.budget.holding() as held:
+                scope, body = await self._with_embeds(scope, connection, held.reserve)
+        except BodyTooLarge:
+            message = f"the request is larger than max_body_bytes={self._max_body_bytes}"
+            response = refusal(413, message, code="too_large")
+        except _Faulty as faulty:
+            response = error_response(faulty.error, param=faulty.param)
+        except RetinueError as error:
+            response = error_response(error)
+        else:
+            await self._app(scope, connection.replay(body), send)
+            return
+        await response(scope, connection.replay(b""), send)
+
+    async def _with_embeds(
+        self, scope: Scope, connection: Connection, reserve: Callable[[int], None]
+    ) -> tuple[Scope, bytes]:
+        """The request for the app behind."""
+        body = await connection.body(self._max_body_bytes, reserve)
+        request = _parsed(body)
+        parts = list(_image_parts(request, self._client_embeds))
+        if not parts:
+            return scope, body
+        del body
+        try:
+            embeds = await connection.unless_left(self._encode(parts, reserve))
+        except BaseException as error:
+            self._tell(len(parts), error if isinstance(error, RetinueError) else "left")
+            if isinstance(error, InvalidInput) and error.position is not None:
+                raise _Faulty(error, f"{parts[error.position].param}.image_url") from error
+            raise
+        self._tell(len(parts), "ok")
+        for image, data in zip(parts, embeds, strict=True):
+            image.part.clear()
+            image.part.update(type="prompt_embeds", data=data)
+        body = orjson.dumps(request)
+        return {**scope, "headers": _with_length(scope["headers"], len(body))}, body
+
+    async def _encode(self, parts: Sequence[_ImagePart], reserve: Callable[[int], None]) -> list[str]:
+        images = await self._media.load([image.url for image in parts], reserve=reserve)
+        artifacts = await self._encoder.encode(images)
+        del images
+        return await asyncio.to_thread(_serialized, artifacts)
+
+    def _tell(self, images: int, ending: Ending) -> None:
+        if self._ended is not None:
+            self._ended(images, ending)
+
+
+class _Faulty(Exception):
+    """An error of one part of the request."""
+
+    def __init__(self, error: RetinueError, param: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.param = param
+
+
+def _parsed(body: bytes) -> Any:
+    """The request, if it may have image parts; else None, and the app behind judges it."""
+    if b"image" not in body and b"embeds" not in body and b"\\u" not in body:
+        return None
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _image_parts(request: Any, client_embeds: bool) -> Iterator[_ImagePart]:
+    """The parts to be encoded, in the order of the prompt. What is no chat request has none."""
+    for i, message in enumerate(_list_in(request, "messages")):
+        for j, part in enumerate(_list_in(message, "content")):
+            kind = part.get("type") if isinstance(part, dict) else None
+            param = f"messages[{i}].content[{j}]"
+            if kind == "image_url":
+                yield _ImagePart(part, param, _url(part, f"{param}.image_url"))
+            elif kind == "prompt_embeds" and not client_embeds:
+                message = (
+                    "prompt_embeds parts are not taken from clients, unless the server says client_embeds"
+                )
+                raise _Faulty(InvalidInput(message), param)
+
+
+def _list_in(value: Any, name: str) -> list[Any]:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _url(part: dict[str, Any], param: str) -> str:
+    url = part.get("image_url")
+    if isinstance(url, dict):
+        url = url.get("url")
+    if not isinstance(url, str):
+        raise _Faulty(InvalidInput("an image_url part needs {'image_url': {'url': '...'}}"), param)
+    return url
+
+
+def _serialized(artifacts: Sequence[Any]) -> list[str]:
+    """Each artifact as a server that takes ``prompt_embeds`` parts reads it."""
+    return [_as_text(artifact, n, len(artifacts)) for n, artifact in enumerate(artifacts, 1)]
+
+
+def _as_text(artifact: Any, number: int, count: int) -> str:
+    try:
+        tensor = torch.as_tensor(artifact).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise EncoderFailed(f"image {number} of {count}: its artifact is no tensor") from error
+    if tensor.ndim != 2 or not len(tensor) or not tensor.is_floating_point():
+        raise EncoderFailed(
+            f"image {number} of {count}: its artifact has shape {tuple(tensor.shape)} and dtype "
+            f"{tensor.dtype}, not (rows, hidden) of floating point with 1 row or more"
+        )
+    if not tensor.isfinite().all():
+        raise EncoderFailed(f"image {number} of {count}: its artifact has values that are not finite")
+    file = io.BytesIO()
+    torch.save(tensor.contiguous().clone(), file)  # a view would bring its whole storage along
+    return pybase64.b64encode_as_string(file.getbuffer())
+
+
+def _with_length(headers: Sequence[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    """``headers`` of a body of ``length`` that is sent as it is."""
+    gone = (b"content-length", b"transfer-encoding", b"content-encoding")
+    kept = [(name, value) for name, value in headers if name.lower() not in gone]
+    return [*kept, (b"content-length", b"%d" % length)]

@@ -1,0 +1,378 @@
+"""``EncodeImages``: images become embeddings in their places, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pybase64
+import pytest
+import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from retinue.encoder import AsyncVisionEncoder
+from retinue.media import MediaLoader, MediaPolicy
+from retinue.server.middleware import EncodeImages, Ending
+
+from .asgi import Client, Mirror, Reply, call
+from .backends import Gated, Tags, data_url, png, rows_of
+
+CHAT = "/v1/chat/completions"
+
+
+class Told:
+    """Keeps how requests ended."""
+
+    def __init__(self) -> None:
+        self.endings: list[tuple[int, Ending]] = []
+
+    def __call__(self, images: int, ending: Ending) -> None:
+        self.endings.append((images, ending))
+
+
+@asynccontextmanager
+async def encoding(
+    app: ASGIApp, backend: Tags | None = None, *, policy: MediaPolicy | None = None, **options: Any
+) -> AsyncIterator[EncodeImages]:
+    """``EncodeImages`` in front of ``app``."""
+    async with AsyncVisionEncoder(backend or Tags(), "none") as encoder, MediaLoader(policy) as media:
+        yield EncodeImages(app, encoder=encoder, media=media, **options)
+
+
+def image(tag: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(tag)}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def chat(*contents: Any, **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return orjson.dumps({"model": "m", "messages": messages, **fields})
+
+
+def embeds(part: dict[str, Any]) -> torch.Tensor:
+    """The tensor in a part, read as vLLM reads it."""
+    assert part["type"] == "prompt_embeds"
+    assert set(part) == {"type", "data"}
+    tensor = torch.load(io.BytesIO(pybase64.b64decode(part["data"], validate=True)), weights_only=True)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def contents_of(reply: Reply) -> list[Any]:
+    assert reply.status == 200, reply.body
+    return [message["content"] for message in reply.json()["messages"]]
+
+
+# -- what changes --------------------------------------------------------------------------------------
+
+
+async def test_image_parts_become_embeddings_in_their_places() -> None:
+    body = chat([text("a"), image(1), text("b"), image(2), text("c")])
+    async with encoding(Mirror()) as app:
+        [content] = contents_of(await call(app, CHAT, body))
+    assert [part["type"] for part in content] == ["text", "prompt_embeds", "text", "prompt_embeds", "text"]
+    assert [part["text"] for part in content[::2]] == ["a", "b", "c"]
+    assert torch.equal(embeds(content[1]), rows_of(1))
+    assert torch.equal(embeds(content[3]), rows_of(2))
+
+
+async def test_images_of_earlier_turns_stay_in_their_turns() -> None:
+    body = chat([image(3), text("first")], "no image here", [text("second"), image(4)])
+    async with encoding(Mirror()) as app:
+        contents = contents_of(await call(app, CHAT, body))
+    assert torch.equal(embeds(contents[0][0]), rows_of(3))
+    assert contents[1] == "no image here"
+    assert torch.equal(embeds(contents[2][1]), rows_of(4))
+
+
+async def test_all_other_fields_stay_as_they_are() -> None:
+    fields = {"temperature": 0.25, "tools": [{"type": "function"}], "unknown": {"image": None}, "n": 3}
+    async with encoding(Mirror()) as app:
+        reply = await call(app, CHAT, chat([image(1)], **fields))
+    assert {name: reply.json()[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": data_url(5)},
+        {"type": "image_url", "image_url": {"url": data_url(5), "detail": "high"}, "uuid": "7"},
+    ],
+    ids=["a bare string", "with detail"],
+)
+async def test_every_spelling_of_an_image_part_is_taken(part: dict[str, Any]) -> None:
+    async with encoding(Mirror()) as app:
+        [[got]] = contents_of(await call(app, CHAT, chat([part])))
+    assert torch.equal(embeds(got), rows_of(5))
+
+
+async def test_a_spelling_that_json_hides_is_found() -> None:
+    body = chat([image(6)]).replace(b"image_url", rb"im\u0061ge_url").replace(b"image", rb"im\u0061ge")
+    assert b"image" not in body
+    async with encoding(Mirror()) as app:
+        [[got]] = contents_of(await call(app, CHAT, body))
+    assert torch.equal(embeds(got), rows_of(6))
+
+
+async def test_the_new_length_is_announced() -> None:
+    behind, body = Mirror(), chat([image(1)])
+    headers = {"Content-Length": str(len(body)), "X-Other": "kept"}
+    async with encoding(behind) as app:
+        await call(app, CHAT, body, headers=headers)
+    assert dict(behind.scopes[0]["headers"]) == {
+        b"x-other": b"kept",
+        b"content-length": b"%d" % len(behind.bodies[0]),
+    }
+
+
+async def test_every_request_gets_its_own_images() -> None:
+    async with encoding(Mirror()) as app:
+        tags = [list(range(start, start + 1 + start % 4)) for start in range(0, 600, 10)]
+        bodies = [chat([image(tag) for tag in of_one]) for of_one in tags]
+        replies = await asyncio.gather(*(call(app, CHAT, body) for body in bodies))
+    for of_one, reply in zip(tags, replies, strict=True):
+        [content] = contents_of(reply)
+        got = [embeds(part) for part in content]
+        assert all(torch.equal(rows, rows_of(tag)) for rows, tag in zip(got, of_one, strict=True))
+
+
+# -- what does not -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body"),
+    [
+        (CHAT, "POST", b'{"messages": [ {"role":"user",  "content":"an image, in words"} ]}'),
+        (CHAT, "POST", b'{"messages": "image"}'),
+        (CHAT, "POST", b'{"messages": [["image"], {"content": ["image"]}, {"content": 5}, null]}'),
+        (CHAT, "POST", b'["image"]'),
+        (CHAT, "POST", b'{"image": no JSON at all'),
+        (CHAT, "POST", b""),
+        (CHAT, "PUT", chat([image(1)])),
+        ("/v1/embeddings", "POST", chat([image(1)])),
+    ],
+    ids=["words", "messages", "odd messages", "a list", "no JSON", "empty", "PUT", "another path"],
+)
+async def test_what_has_no_image_part_passes_to_the_byte(path: str, method: str, body: bytes) -> None:
+    behind, backend = Mirror(), Tags()
+    async with encoding(behind, backend) as app:
+        assert (await call(app, path, body, method=method)).body == body
+    assert behind.bodies == [body]
+    assert backend.calls == []
+
+
+async def test_what_is_no_http_passes() -> None:
+    seen: list[Scope] = []
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    client = Client("/")
+    client.scope = {"type": "lifespan"}
+    async with encoding(behind) as app:
+        await client.call(app)
+    assert seen == [{"type": "lifespan"}]
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "words"),
+    [
+        ({"type": "image_url"}, "messages[1].content[1].image_url", "'url'"),
+        ({"type": "image_url", "image_url": {}}, "messages[1].content[1].image_url", "'url'"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "messages[1].content[1].image_url", "'url'"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+            "messages[1].content[1].image_url",
+            "image 2 of 2",
+        ),
+        ({"type": "prompt_embeds", "data": "AAAA"}, "messages[1].content[1]", "client_embeds"),
+    ],
+    ids=["no url", "empty", "no string", "no picture", "embeddings"],
+)
+async def test_a_bad_part_is_named(part: dict[str, Any], param: str, words: str) -> None:
+    behind, backend = Mirror(), Tags()
+    async with encoding(behind, backend) as app:
+        reply = await call(app, CHAT, chat([text("a"), image(1)], [text("b"), part]))
+    assert reply.status == 400
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert behind.bodies == []
+    assert backend.calls == []
+
+
+async def test_clients_may_send_embeddings_where_the_server_says_so() -> None:
+    part = {"type": "prompt_embeds", "data": "AAAA"}
+    async with encoding(Mirror(), client_embeds=True) as app:
+        [content] = contents_of(await call(app, CHAT, chat([part, image(1)])))
+    assert content[0] == part
+    assert torch.equal(embeds(content[1]), rows_of(1))
+
+
+async def test_too_many_images_are_refused_before_any_is_looked_at() -> None:
+    policy = MediaPolicy(max_images=2)
+    nowhere = {"type": "image_url", "image_url": {"url": "gopher:"}}
+    async with encoding(Mirror(), policy=policy) as app:
+        reply = await call(app, CHAT, chat([nowhere] * 3))
+    assert reply.status == 400
+    assert reply.json()["error"]["message"] == "3 images, more than max_images=2"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_over_the_limit_is_413(announced: bool) -> None:
+    body = chat([image(1)])
+    headers = {"Content-Length": str(len(body))} if announced else {}
+    behind = Mirror()
+    async with encoding(behind, max_body_bytes=len(body) - 1) as app:
+        client = Client(CHAT, [body[:100], body[100:]], headers=headers)
+        reply = await client.call(app)
+        assert reply.status == 413
+        assert f"max_body_bytes={len(body) - 1}" in reply.json()["error"]["message"]
+        assert behind.bodies == []
+    async with encoding(behind, max_body_bytes=len(body)) as app:
+        assert (await call(app, CHAT, body, headers=headers)).status == 200
+
+
+async def test_waiting_images_hold_no_more_than_their_budget() -> None:
+    backend, body = Gated(), chat([image(1)])
+    size = len(body) + len(png(1))
+    async with encoding(Mirror(), backend, max_pending_bytes=2 * size - 1) as app:
+        first = asyncio.create_task(call(app, CHAT, body))
+        await backend.inside()
+        refused = await call(app, CHAT, body)
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert app.budget.held_bytes == size
+        backend.open()
+        assert (await first).status == 200
+        assert app.budget.held_bytes == 0
+        assert (await call(app, CHAT, body)).status == 200
+
+
+async def test_a_backend_that_fails_is_a_500_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    backend, told = Tags(), Told()
+    backend.fault = RuntimeError("/etc/secret")
+    async with encoding(Mirror(), backend, ended=told) as app:
+        reply = await call(app, CHAT, chat([image(1)]))
+        assert reply.status == 500
+        assert reply.json()["error"]["code"] == "encoder_failed"
+        assert b"secret" not in reply.body
+        backend.fault = None
+        assert (await call(app, CHAT, chat([image(1)]))).status == 200
+    assert [(images, type(ending).__name__) for images, ending in told.endings] == [
+        (1, "EncoderFailed"),
+        (1, "str"),
+    ]
+
+
+async def test_an_encoder_that_is_not_loaded_is_a_503() -> None:
+    encoder: AsyncVisionEncoder[Any, Any, Any] = AsyncVisionEncoder(Tags())
+    async with MediaLoader() as media:
+        app = EncodeImages(Mirror(), encoder=encoder, media=media)
+        reply = await call(app, CHAT, chat([image(1)]))
+    assert reply.status == 503
+    assert reply.json()["error"]["code"] == "encoder_unavailable"
+
+
+@pytest.mark.parametrize(
+    "artifact",
+    [
+        torch.zeros(3),
+        torch.zeros(1, 3, 4),
+        torch.zeros(0, 4),
+        torch.zeros(2, 4, dtype=torch.int64),
+        torch.full((2, 4), float("nan")),
+        torch.full((2, 4), float("inf")),
+        "rows",
+    ],
+    ids=["1-D", "3-D", "no rows", "ints", "NaN", "inf", "a string"],
+)
+async def test_an_artifact_that_is_no_embedding_goes_no_further(artifact: Any) -> None:
+    class Odd(Tags):
+        def forward_batch(self, items: Sequence[int], target_bucket: int | None = None) -> list[Any]:
+            return [artifact for _ in items]
+
+    behind = Mirror()
+    async with encoding(behind, Odd()) as app:
+        assert (await call(app, CHAT, chat([image(1)]))).status == 500
+    assert behind.bodies == []
+
+
+async def test_a_view_brings_only_its_own_rows_along() -> None:
+    class Views(Tags):
+        def forward_batch(self, items: Sequence[int], target_bucket: int | None = None) -> list[Any]:
+            return [torch.arange(400_000.0).view(1000, 400)[:, :4][5:7] for _ in items]
+
+    async with encoding(Mirror(), Views()) as app:
+        [[part]] = contents_of(await call(app, CHAT, chat([image(1)])))
+    assert embeds(part).shape == (2, 4)
+    assert len(part["data"]) < 4000
+
+
+# -- leaving -------------------------------------------------------------------------------------------
+
+
+async def test_a_client_who_leaves_takes_its_unclaimed_images_along() -> None:
+    backend, told = Gated(), Told()
+    async with AsyncVisionEncoder(backend, "none") as encoder, MediaLoader() as media:
+        app = EncodeImages(Mirror(), encoder=encoder, media=media, ended=told)
+        first = asyncio.create_task(call(app, CHAT, chat([image(1)])))
+        await backend.inside()
+        leaver = Client(CHAT, chat([image(2), image(3)]))
+        leaving = asyncio.create_task(leaver.call(app))
+        stayer = asyncio.create_task(call(app, CHAT, chat([image(4)])))
+        while encoder.pending().items < 3:  # noqa: ASYNC110  # nothing tells when an item begins to wait
+            await asyncio.sleep(0)
+        leaver.leave()
+        assert (await leaving).status is None  # there is nobody to answer
+        backend.open()
+        assert [(await first).status, (await stayer).status] == [200, 200]
+    assert backend.calls == [[1], [4]]
+    assert told.endings[0] == (2, "left")
+    assert app.budget.held_bytes == 0
+
+
+async def test_a_client_who_leaves_during_the_upload_is_not_answered() -> None:
+    behind = Mirror()
+    client = Client(CHAT, [b'{"messages": '])
+    client.leave()
+
+    async def receive() -> dict[str, Any]:
+        message = await client._receive()
+        return {**message, "more_body": True}
+
+    async with encoding(behind) as app:
+        await app(client.scope, receive, client._send)
+    assert client.reply.status is None
+    assert behind.bodies == []
+
+
+async def test_the_app_behind_hears_of_the_leaving_too() -> None:
+    heard = asyncio.Event()
+    inside = asyncio.Event()
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        inside.set()
+        assert (await receive())["type"] == "http.disconnect"
+        assert (await receive())["type"] == "http.disconnect"
+        heard.set()
+
+    async with encoding(behind) as app:
+        client = Client(CHAT, chat([image(1)]))
+        task = asyncio.create_task(client.call(app))
+        await inside.wait()
+        client.leave()
+        await task
+    assert heard.is_set()

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 try:
     import tyro
@@ -55,17 +55,17 @@ class Serve:
     process (TEXT_MODEL), or any server that takes prompt_embeds parts, such as vLLM (--upstream).
     """
 
-    text_model: tyro.conf.Positional[str | None] = None
+    text_model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT_MODEL")] = None
     """Folder or Hub name of a causal language model and its tokenizer."""
     demo: bool = False
     """Serve the demo model, which reads pictures of digits, with its own encoder."""
-    upstream: str | None = None
+    upstream: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
     """URL of a running server to stand in front of, such as http://127.0.0.1:8001."""
-    encoder: str | None = None
+    encoder: Annotated[str | None, tyro.conf.arg(metavar="MODULE:CLASS")] = None
     """The backend's class, as package.module:Class."""
-    encoder_model: str | None = None
+    encoder_model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """What the backend's build gets; TEXT_MODEL if not given."""
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What clients call the model; TEXT_MODEL or "demo" if not given. An upstream has names of its own."""
     dtype: str = "auto"
     """Of TEXT_MODEL: float32, bfloat16, float16, or that of its checkpoint."""
@@ -75,13 +75,13 @@ class Serve:
     """Address to listen on; 0.0.0.0 for all, which wants an API key."""
     port: int = 8000
     """Port to listen on; 0 for any that is free."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
     """What clients must send as a bearer token on /v1/*; also from the environment: RETINUE_API_KEY."""
-    grace_s: float = 30.0
+    grace_s: Annotated[float, tyro.conf.arg(name="grace")] = 30.0
     """Seconds for what is in flight when the server is told to stop."""
-    limits: ServerLimits = field(default_factory=ServerLimits)
+    limits: tyro.conf.OmitArgPrefixes[ServerLimits] = field(default_factory=ServerLimits)
     """How much the server takes on."""
-    media: MediaPolicy = field(default_factory=MediaPolicy)
+    media: tyro.conf.OmitArgPrefixes[MediaPolicy] = field(default_factory=MediaPolicy)
     """What images may be, and where they may come from."""
 
     def __post_init__(self) -> None:
@@ -100,8 +100,14 @@ class Serve:
         api_key = self.api_key or os.environ.get(_KEY_VARIABLE)
         if api_key is None and self.host not in ("127.0.0.1", "localhost", "::1"):
             print(f"warning: {self.host} is open to others, and there is no API key", file=sys.stderr)
+        sys.path.insert(0, os.getcwd())  # where the backend's module is, as a rule
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        return serve(self._stack(api_key), "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
+        try:
+            stack = self._stack(api_key)
+        except ValueError as error:  # an option whose value only its user can judge
+            print(f"retinue serve: {error}", file=sys.stderr)
+            return 2
+        return serve(stack, "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
 
     def _stack(self, api_key: str | None) -> Stack:
         from retinue.encoder import load_backend
@@ -147,6 +153,7 @@ def main() -> None:
         {"serve": Serve, "demo": Demo},
         prog="retinue",
         description="Batches the images of concurrent requests through a vision encoder of your own.",
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
     sys.exit(command.run())
 

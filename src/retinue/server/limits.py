@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 __all__ = ["ServerLimits"]
 
@@ -13,13 +16,13 @@ class ServerLimits:
 
     max_concurrent_requests: int = 256
     """Requests in flight, from their first byte to their last; beyond it 429."""
-    max_pending_cost: int | None = None
+    max_pending_cost: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Summed cost of the images that wait for the encoder or run, in the backend's unit; beyond it 429."""
     max_pending_bytes: int = 2**30
     """Memory for the bodies and pictures of requests that wait for the encoder; beyond it 429."""
     max_body_bytes: int = 64 * 2**20
     """Size of one request; beyond it 413."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: Annotated[float, tyro.conf.arg(name="request-timeout")] = 600.0
     """Seconds until the answer to a request begins; beyond it 504."""
     client_embeds: bool = False
     """Let clients send prompt_embeds parts of their own. Only for clients that you trust as your own code."""

@@ -106,7 +106,7 @@ async def _serve(stack: Stack, name: str, listener: socket.socket, grace_s: floa
         if building.done() and building.exception() is None:
             print(f"{name}: ready on {url}/v1", flush=True)
             await asyncio.wait({serving})
-        elif building.done():
+        elif building.done() and not stopping:  # a build that is stopped fails, too
             logger.error("%s could not be built", name, exc_info=building.exception())
             status = 1
     finally:

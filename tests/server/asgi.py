@@ -81,6 +81,11 @@ class Mirror:
         self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for moment in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{moment}.complete"})
+            return
         body, more = b"", True
         while more:
             message = await receive()

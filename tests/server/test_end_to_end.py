@@ -138,7 +138,7 @@ ODD = {
     "no picture": ("data:image/png;base64,AAAA", "image 2 of 3"),
     "4x10000": (encoded(PIL.Image.new("RGB", (4, 10000))), "image 2 of 3: 4x10000 pixels"),
     "loopback": ("http://127.0.0.1:1/cat.png", "image 2 of 3: its URL's host has no public address"),
-    "a file": ("file:///etc/passwd", "image 2 of 3: a file URL outside file_root"),
+    "a file": ("file:///etc/passwd", "image 2 of 3: a file URL, which file_root does not allow"),
 }
 
 

@@ -1,6 +1,6 @@
 """Draws the pictures that the demo model learns from, and those that the demo shows.
 
-Digits come from fonts (matplotlib's for training; Pillow's own is held out and never learnt from) and
+Digits come from fonts (some from packages for training; Pillow's own is held out and never learnt from) and
 from the *Optical Recognition of Handwritten Digits* data set, as scikit-learn ships it (a fifth of it is held
 out). Each is inked in a named color on dark or light paper, anywhere in a picture of almost any size.
 
@@ -14,10 +14,11 @@ import random
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from retinue.demo.prompt import Label
 
@@ -40,35 +41,60 @@ _ON_DARK = ("red", "green", "blue", "yellow", "purple", "white")
 _ON_LIGHT = ("red", "green", "blue", "purple", "black")
 _LIGHT_SHARE = 0.35
 
-_TRAINING_FONTS = (
-    "DejaVuSans",
-    "DejaVuSans-Bold",
-    "DejaVuSans-Oblique",
-    "DejaVuSansMono",
-    "DejaVuSansMono-Bold",
-    "DejaVuSerif",
-    "DejaVuSerif-Bold",
-    "STIXGeneral",
-    "STIXGeneralBol",
-)
+#: Files of fonts, by the package that brings them and the folder therein.
+_TRAINING_FONTS = {
+    ("matplotlib", "mpl-data/fonts/ttf"): (
+        "DejaVuSans.ttf",
+        "DejaVuSans-Bold.ttf",
+        "DejaVuSans-BoldOblique.ttf",
+        "DejaVuSans-Oblique.ttf",
+        "DejaVuSansMono.ttf",
+        "DejaVuSansMono-Bold.ttf",
+        "DejaVuSerif.ttf",
+        "DejaVuSerif-Bold.ttf",
+        "DejaVuSerif-Italic.ttf",
+        "STIXGeneral.ttf",
+        "STIXGeneralBol.ttf",
+        "STIXGeneralItalic.ttf",
+        "cmb10.ttf",
+        "cmr10.ttf",
+        "cmss10.ttf",
+        "cmtt10.ttf",
+    ),
+    ("font_caladea", "files"): ("Caladea-Regular.ttf", "Caladea-Bold.ttf", "Caladea-Italic.ttf"),
+    ("font_fredoka_one", "files"): ("FredokaOne-Regular.ttf",),
+    ("font_hanken_grotesk", "files"): (
+        "HankenGrotesk-Light.otf",
+        "HankenGrotesk-Regular.otf",
+        "HankenGrotesk-Italic.otf",
+        "HankenGrotesk-SemiBold.otf",
+        "HankenGrotesk-Bold.otf",
+    ),
+    ("font_manrope", "files"): (
+        "Manrope-Light.ttf",
+        "Manrope-Regular.ttf",
+        "Manrope-SemiBold.ttf",
+        "Manrope-ExtraBold.ttf",
+    ),
+}
 
 
-def font_glyphs() -> Glyphs:
-    """Digits in the fonts that matplotlib brings along, a little turned at times."""
-    import matplotlib
-
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+def font_glyphs(*, bent: bool) -> Glyphs:
+    """Digits in the fonts of the training; ``bent`` as those of the training are."""
+    files = [
+        Path(str(resources.files(package))) / folder / name
+        for (package, folder), names in _TRAINING_FONTS.items()
+        for name in names
+    ]
 
     @cache
-    def font(name: str, size: int) -> ImageFont.FreeTypeFont:
-        return ImageFont.truetype(folder / f"{name}.ttf", size)
+    def font(file: Path, size: int) -> ImageFont.FreeTypeFont:
+        return ImageFont.truetype(file, size)
 
     def glyph(rng: random.Random, height: float) -> tuple[int, Image.Image]:
         digit = rng.randrange(10)
-        ink = _ink(digit, font(rng.choice(_TRAINING_FONTS), _font_size(height)))
-        if rng.random() < 0.3:
-            ink = ink.rotate(rng.uniform(-10, 10), Image.Resampling.BICUBIC, expand=True)
-        return digit, ink
+        ink = _ink(digit, font(rng.choice(files), _font_size(height)))
+        return digit, _bent(rng, ink) if bent else ink
 
     return glyph
 
@@ -88,20 +114,21 @@ def held_out_font_glyphs() -> Glyphs:
 
 
 def handwritten_glyphs(*, held_out: bool) -> Glyphs:
-    """Handwritten digits; those of the training are bent, and their strokes made thinner or fatter."""
+    """Handwritten digits; those of the training are bent."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     order = np.random.RandomState(0).permutation(len(data.target))
     chosen = order[1437:] if held_out else order[:1437]
-    strokes = [Image.fromarray((data.images[i] * (255 / 16)).astype(np.uint8)) for i in chosen]  # 8x8 px each
+    strokes = [_trimmed(Image.fromarray((data.images[i] * (255 / 16)).astype(np.uint8))) for i in chosen]
     digits = [int(data.target[i]) for i in chosen]
 
     def glyph(rng: random.Random, height: float) -> tuple[int, Image.Image]:
         i = rng.randrange(len(digits))
-        side = max(8, round(height))
-        ink = strokes[i].resize((side, side), Image.Resampling.BICUBIC)
-        return digits[i], ink if held_out else _bend(rng, ink)
+        small = strokes[i]  # at most 8x8 px
+        size = max(1, round(height * small.width / small.height)), max(1, round(height))
+        ink = small.resize(size, Image.Resampling.BICUBIC)
+        return digits[i], ink if held_out else _bent(rng, ink)
 
     return glyph
 
@@ -118,36 +145,51 @@ def _ink(digit: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> Imag
     return ink
 
 
-def _bend(rng: random.Random, ink: Image.Image) -> Image.Image:
-    """Pull a 3x3 net over a square picture out of shape, turn it, and change its strokes' strength."""
-    side = ink.width
-    angle, spread = math.radians(rng.uniform(-13, 13)), 0.055 * side
+def _bent(rng: random.Random, ink: Image.Image) -> Image.Image:
+    """A fifth as it is; others stretched, slanted, turned, pulled out of shape, made finer or bolder."""
+    if rng.random() < 0.2:
+        return ink
+    stretch, slant = math.exp(rng.uniform(-0.22, 0.22)), rng.uniform(-0.22, 0.22)
+    angle, spread = math.radians(rng.uniform(-12, 12)), 0.04 * min(ink.size)
+    frame = round(0.15 * max(ink.size))  # so that nothing is pushed over the edge
+    framed = ImageOps.expand(ink, frame)
+    width, height = framed.size
 
     def node(column: int, row: int) -> tuple[float, float]:
-        x, y = (column - 1) * side / 2, (row - 1) * side / 2
+        x, y = (column - 1) * width / 2, (row - 1) * height / 2
+        x = (x + slant * y) * stretch
         turned = x * math.cos(angle) - y * math.sin(angle), x * math.sin(angle) + y * math.cos(angle)
-        return side / 2 + turned[0] + rng.gauss(0, spread), side / 2 + turned[1] + rng.gauss(0, spread)
+        return width / 2 + turned[0] + rng.gauss(0, spread), height / 2 + turned[1] + rng.gauss(0, spread)
 
     net = [[node(column, row) for column in range(3)] for row in range(3)]
-    half = side // 2
-    edges = (0, half, side)
+    edges = ((0, width // 2, width), (0, height // 2, height))
     mesh = [
         (
-            (edges[column], edges[row], edges[column + 1], edges[row + 1]),
+            (edges[0][column], edges[1][row], edges[0][column + 1], edges[1][row + 1]),
             (*net[row][column], *net[row + 1][column], *net[row + 1][column + 1], *net[row][column + 1]),
         )
         for row in range(2)
         for column in range(2)
     ]
-    bent = ink.transform((side, side), Image.Transform.MESH, mesh, Image.Resampling.BICUBIC)
-    power = rng.uniform(0.6, 1.5)
-    return bent.point([round(255 * (value / 255) ** power) for value in range(256)])
+    bent = framed.transform(framed.size, Image.Transform.MESH, mesh, Image.Resampling.BICUBIC)
+    bent = bent.filter(ImageFilter.GaussianBlur(rng.uniform(0, 0.05) * ink.height))
+    low, steepness = (
+        rng.uniform(0.05, 0.4),
+        rng.uniform(1, 2.5),
+    )  # where blurred edges are cut: low makes bold
+    peak = max(1, int(np.asarray(bent).max()))
+    levels = [255 * steepness * (value / peak - low) / (1 - low) for value in range(256)]
+    return _trimmed(bent.point([min(255, max(0, round(level))) for level in levels]))
+
+
+def _trimmed(ink: Image.Image) -> Image.Image:
+    return ink.crop(ink.point([0] * 64 + [255] * 192).getbbox())
 
 
 def draw(rng: random.Random, glyphs: Glyphs, size: tuple[int, int]) -> tuple[Image.Image, Label]:
     """One digit somewhere in a picture of ``size`` (width, height) px."""
     room = min(size)
-    smallest = max(0.55 * room, min(14, 0.9 * room))
+    smallest = max(0.7 * room, min(14, 0.9 * room))
     digit, ink = glyphs(rng, rng.uniform(smallest, 0.98 * room))
     ink.thumbnail(size)
     color, shade, paper = _palette(rng)
@@ -185,7 +227,7 @@ def write_pictures(out: Path, count: int, seed: int) -> None:
     """
     kinds = {
         "handwritten": handwritten_glyphs(held_out=True),
-        "rendered": font_glyphs(),
+        "rendered": font_glyphs(bent=False),
         "held-out-font": held_out_font_glyphs(),
     }
     formats = ("png", "jpg", "webp")

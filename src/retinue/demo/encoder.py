@@ -10,7 +10,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from retinue.demo.vision import Cells, DigitVision, VisionConfig, cut
+from retinue.demo.vision import DigitVision, VisionConfig
 from retinue.encoder.backend import Preprocessed, VisionEncoderBackend
 from retinue.errors import InvalidInput
 from retinue.media import Image
@@ -24,7 +24,7 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 MAX_ASPECT = 16
 
 
-class DigitsEncoder(VisionEncoderBackend[bytes | Image, Cells, Tensor]):
+class DigitsEncoder(VisionEncoderBackend[bytes | Image, Tensor, Tensor]):
     """One row for each 8x8 px cell and one at either end; ``cost`` counts them.
 
     Its batches are packed: pictures of any sizes share one, without padding, so there is no ``key``.
@@ -43,8 +43,8 @@ class DigitsEncoder(VisionEncoderBackend[bytes | Image, Cells, Tensor]):
         self._vision = DigitVision.load(folder / "vision")
         self._config = self._vision.config
 
-    def preprocess(self, raw: bytes | Image) -> Preprocessed[Cells]:
-        """Decode a file, shrink it to at most ``max_cells`` cells and cut it up."""
+    def preprocess(self, raw: bytes | Image) -> Preprocessed[Tensor]:
+        """Decode a file, shrink it to at most ``max_cells`` cells."""
         image = raw if isinstance(raw, Image) else Image(raw)
         width, height = image.size
         if max(width, height) > MAX_ASPECT * min(width, height):
@@ -55,15 +55,14 @@ class DigitsEncoder(VisionEncoderBackend[bytes | Image, Cells, Tensor]):
         size = columns * self._config.cell, rows * self._config.cell
         picture = image.decode(max_side=4 * max(size))  # enough for the filter to work on
         fitted = picture.resize(size, PIL.Image.Resampling.BICUBIC)
-        cells = cut(torch.from_numpy(np.array(fitted)), self._config)
-        return Preprocessed(cells, cost=len(cells.places) + 2)
+        pixels = torch.from_numpy(np.array(fitted))  # (height, width, 3) uint8
+        return Preprocessed(pixels, cost=columns * rows + 2)
 
     @torch.inference_mode()
-    def forward_batch(self, items: Sequence[Cells], target_bucket: int | None = None) -> list[Tensor]:
+    def forward_batch(self, items: Sequence[Tensor], target_bucket: int | None = None) -> list[Tensor]:
         """The rows of each picture, (cells + 2, 128) float32, in storage of their own."""
         assert self._vision is not None, "build comes first"
-        rows = self._vision(items)  # (rows of all, 128)
-        return [of_one.clone() for of_one in rows.split([len(item.places) + 2 for item in items])]
+        return [rows.clone() for rows in self._vision(items)]
 
     def close(self) -> None:
         """Let the weights go."""

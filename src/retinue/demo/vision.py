@@ -1,9 +1,9 @@
-"""The demo's vision encoder: a small transformer over the cells of pictures of any size.
+"""The demo's vision encoder: convolutions and a small transformer, for pictures of any size.
 
-A picture is cut into *cells* of 8x8 px, and each cell becomes one row in front of the language model.
-Batches are packed, not padded: the cells of all pictures lie in one long tensor, and only attention
-sees which rows belong together. So the cost of a batch is the number of its rows, whatever the shapes
-of its pictures, and a picture's rows are the same alone and in company.
+A picture is divided into *cells* of 8x8 px, and each cell becomes one row in front of the language model.
+Batches of mixed shapes are packed: the cells of all pictures lie in one long tensor, and only attention sees
+which rows belong together. So the cost of a batch is the number of its rows, whatever the shapes of its
+pictures, and a picture's rows are the same alone and in company.
 """
 
 from __future__ import annotations
@@ -13,32 +13,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Cells", "DigitVision", "VisionConfig", "cut"]
+__all__ = ["DigitVision", "VisionConfig"]
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of the encoder; ``cell`` and ``margin`` in pixels."""
+    """Sizes of the encoder; ``cell`` in pixels."""
 
     cell: int = 8
-    margin: int = 4
-    max_cells: int = 36
+    max_cells: int = 25
     width: int = 96
     layers: int = 3
     heads: int = 4
     hidden_size: int = 128
-
-    @property
-    def window(self) -> int:
-        """The side, in pixels, of what is seen of a cell: itself and a margin of its neighbours."""
-        return self.cell + 2 * self.margin
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of cells for a picture of ``width`` x ``height`` px.
@@ -55,24 +48,6 @@ class VisionConfig:
             else:
                 rows -= 1
         return columns, rows
-
-
-class Cells(NamedTuple):
-    """A picture cut into its cells, in reading order."""
-
-    windows: Tensor  # (cells, 3, window, window), uint8
-    places: Tensor  # (cells, 2), int64: the row and the column of each cell
-
-
-def cut(pixels: Tensor, config: VisionConfig) -> Cells:
-    """Cut a picture, (height, width, 3) uint8 with sides that are multiples of a cell, into its cells."""
-    rows, columns = pixels.shape[0] // config.cell, pixels.shape[1] // config.cell
-    around = (config.margin,) * 4
-    framed = functional.pad(pixels.permute(2, 0, 1), around, value=128)  # beyond the edge all is grey
-    windows = framed.unfold(1, config.window, config.cell).unfold(2, config.window, config.cell)
-    windows = windows.permute(1, 2, 0, 3, 4).reshape(rows * columns, 3, config.window, config.window)
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    return Cells(windows, places)
 
 
 class Packing:
@@ -101,26 +76,71 @@ class Packing:
         return mixed.transpose(1, 2).reshape(images * longest, -1)[self._slots]
 
 
-class Stem(nn.Module):
-    """Two strided convolutions and a projection: what is in a window, as one row."""
+class Scale(nn.Module):
+    """A convolution to half the resolution, and a residual one after it."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 24, kernel_size=3, stride=2, padding=1)
-        self.norm1 = nn.LayerNorm(24)
-        self.conv2 = nn.Conv2d(24, 48, kernel_size=3, stride=2, padding=1)
-        self.norm2 = nn.LayerNorm(48)
-        self.project = nn.Linear(48 * (config.window // 4) ** 2, config.width)
+        self.down = nn.Conv2d(channels_in, channels, kernel_size=3, stride=2, padding=1)
+        self.norm = nn.LayerNorm(channels)
+        self.more = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
 
-    def forward(self, windows: Tensor) -> Tensor:
-        """(cells, 3, window, window) uint8 to (cells, width)."""
-        pixels = windows.to(self.project.weight.dtype) / 127.5 - 1
-        x = self.conv1(pixels.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
-        x = functional.gelu(self.norm1(x))  # (cells, window / 2, window / 2, 24)
-        x = self.conv2(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        x = functional.gelu(self.norm2(x))  # (cells, window / 4, window / 4, 48)
-        projected: Tensor = self.project(x.flatten(1))
-        return projected
+    def forward(self, x: Tensor, inside: Tensor) -> Tensor:
+        """(pictures, channels_in, 2 * height, 2 * width) to (pictures, channels, height, width).
+
+        ``inside``, (pictures, 1, height, width), is 1 in a picture and 0 beyond its edges, where all stays 0.
+        """
+        x = self.norm(self.down(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # over the channels of a pixel
+        x = functional.gelu(x) * inside
+        mixed: Tensor = (x + functional.gelu(self.more(x))) * inside
+        return mixed
+
+
+class Stem(nn.Module):
+    """Convolutions at three scales, the last of which has one pixel for each cell.
+
+    Pictures are convolved together with those of about their shape: a canvas for all would be as wide as the
+    widest and as high as the highest.
+    """
+
+    #: Pictures are of one shape if their grids are equal when rounded up to so many cells.
+    shape_class = 5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(
+            [Scale(3, width // 4), Scale(width // 4, width // 2), Scale(width // 2, width)]
+        )
+
+    def forward(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+        """Pictures, each (8 * rows, 8 * columns, 3) uint8, to their cells, each (rows, columns, width)."""
+        classes: dict[tuple[int, int], list[int]] = {}
+        grids = [(picture.shape[0] // 8, picture.shape[1] // 8) for picture in pictures]
+        for index, (rows, columns) in enumerate(grids):
+            shape_class = -(-rows // self.shape_class), -(-columns // self.shape_class)
+            classes.setdefault(shape_class, []).append(index)
+        cells: list[Tensor] = [torch.empty(0)] * len(pictures)
+        for members in classes.values():
+            on_canvas = self._convolve([pictures[index] for index in members])
+            for index, of_one in zip(members, on_canvas, strict=True):
+                rows, columns = grids[index]
+                cells[index] = of_one[:rows, :columns]
+        return cells
+
+    def _convolve(self, pictures: Sequence[Tensor]) -> Tensor:
+        """Pictures of similar shapes to (pictures, most rows, most columns, width)."""
+        heights = torch.tensor([picture.shape[0] for picture in pictures])
+        widths = torch.tensor([picture.shape[1] for picture in pictures])
+        height, width = int(heights.max()), int(widths.max())
+        canvas = torch.full((len(pictures), height, width, 3), 127.5)
+        for place, picture in zip(canvas, pictures, strict=True):
+            place[: picture.shape[0], : picture.shape[1]] = picture
+        x = canvas.to(next(self.parameters()).dtype).permute(0, 3, 1, 2) / 127.5 - 1  # 0 beyond the edges
+        for scale, step in zip(self.scales, (2, 4, 8), strict=True):
+            in_height = torch.arange(0, height, step) < heights[:, None]  # (pictures, height / step)
+            in_width = torch.arange(0, width, step) < widths[:, None]
+            x = scale(x, (in_height[:, None, :, None] & in_width[:, None, None, :]).to(x.dtype))
+        return x.permute(0, 2, 3, 1)
 
 
 class Block(nn.Module):
@@ -150,10 +170,10 @@ class DigitVision(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        self.stem = Stem(config)
-        self.row = nn.Embedding(config.max_cells, width)
-        self.column = nn.Embedding(config.max_cells, width)
-        self.bounds = nn.Parameter(torch.randn(2, width))  # the rows that begin and end every picture
+        self.stem = Stem(width)
+        self.row = nn.Parameter(torch.randn(config.max_cells, width) * 0.02)
+        self.column = nn.Parameter(torch.randn(config.max_cells, width) * 0.02)
+        self.bounds = nn.Parameter(torch.randn(2, width) * 0.02)  # the rows that begin and end every picture
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width)
         self.projector = nn.Sequential(
@@ -161,18 +181,29 @@ class DigitVision(nn.Module):
             nn.GELU(),
             nn.Linear(config.hidden_size, config.hidden_size),
         )
+        # Tell the language model where a picture begins and ends; learnt together with it.
+        self.markers = nn.Parameter(torch.zeros(2, config.hidden_size))
 
-    def forward(self, pictures: Sequence[Cells]) -> Tensor:
-        """The rows of all pictures, one after the other: (sum of cells + 2 of each, hidden_size)."""
-        packing = Packing([len(picture.places) for picture in pictures])
-        places = torch.cat([picture.places for picture in pictures])
-        cells = self.stem(torch.cat([picture.windows for picture in pictures]))  # (cells, width)
-        cells = cells + self.row(places[:, 0]) + self.column(places[:, 1])
-        rows = torch.cat([cells, self.bounds])[packing.source]  # (rows, width)
+    def forward(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+        """Pictures, each (8 * rows, 8 * columns, 3) uint8, to (rows * columns + 2, hidden_size) of each."""
+        grids = self.stem(pictures)
+        cells = [
+            (grid + self.row[: len(grid), None] + self.column[: grid.shape[1]]).flatten(
+                0, 1
+            )  # (cells, width)
+            for grid in grids
+        ]
+        packing = Packing([len(of_one) for of_one in cells])
+        rows = torch.cat([*cells, self.bounds])[packing.source]  # (rows of all, width)
         for block in self.blocks:
             rows = block(rows, packing)
-        projected: Tensor = self.projector(self.norm(rows))
-        return projected
+        projected = self.projector(self.norm(rows)).split([len(of_one) + 2 for of_one in cells])
+        return [self.mark(of_one) for of_one in projected]
+
+    def mark(self, rows: Tensor) -> Tensor:
+        """The rows of one picture, (cells + 2, hidden_size), with its begin and its end marked."""
+        begin, end = self.markers
+        return torch.cat([rows[:1] + begin, rows[1:-1], rows[-1:] + end])
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``."""

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.measure import interleaved, medians, save
@@ -90,7 +91,7 @@ class Served:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._started, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
         self._thread.start()
         self._started.wait()
 
@@ -227,7 +228,7 @@ class Library:
 
     def __init__(self) -> None:
         self._started, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
         self._thread.start()
         self._started.wait()
 

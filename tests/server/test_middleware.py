@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -210,6 +211,27 @@ async def test_a_bad_part_is_named(part: dict[str, Any], param: str, words: str)
     assert error["type"] == "invalid_request_error"
     assert behind.bodies == []
     assert backend.calls == []
+
+
+#: JSON that Python's own parser reads and stricter ones do not.
+LAX = {
+    "NaN": lambda body: body.replace(b'"model"', b'"x":NaN,"model"'),
+    "half a pair": lambda body: body.replace(b'"model"', rb'"x":"\ud800","model"'),
+    "UTF-16": lambda body: body.decode().encode("utf-16"),
+    "a byte order mark": lambda body: b"\xef\xbb\xbf" + body,
+}
+
+
+@pytest.mark.parametrize("spelled", LAX.values(), ids=LAX.keys())
+async def test_no_spelling_of_json_carries_a_part_past(spelled: Callable[[bytes], bytes]) -> None:
+    behind = Mirror()
+    async with encoding(behind) as app:
+        refused = await call(app, CHAT, spelled(chat([{"type": "prompt_embeds", "data": "AAAA"}])))
+        assert refused.status == 400
+        assert behind.bodies == []
+        assert (await call(app, CHAT, spelled(chat([image(1)])))).status == 200
+    [part] = json.loads(behind.bodies[0])["messages"][0]["content"]
+    assert torch.equal(embeds(part), rows_of(1))
 
 
 async def test_clients_may_send_embeddings_where_the_server_says_so() -> None:

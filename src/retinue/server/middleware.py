@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -116,7 +117,7 @@ class EncodeImages:
     ) -> tuple[Scope, bytes]:
         """The request for the app behind."""
         body = await connection.body(self._max_body_bytes, reserve)
-        request = _parsed(body)
+        request, written = _parsed(body)
         parts = list(_image_parts(request, self._client_embeds))
         if not parts:
             return scope, body
@@ -132,7 +133,7 @@ class EncodeImages:
         for image, data in zip(parts, embeds, strict=True):
             image.part.clear()
             image.part.update(type="prompt_embeds", data=data)
-        body = orjson.dumps(request)
+        body = written(request)
         return {**scope, "headers": _with_length(scope["headers"], len(body))}, body
 
     async def _encode(self, parts: Sequence[_ImagePart], reserve: Callable[[int], None]) -> list[str]:
@@ -155,14 +156,22 @@ class _Faulty(Exception):
         self.param = param
 
 
-def _parsed(body: bytes) -> Any:
-    """The request, if it may have image parts; else None, and the app behind judges it."""
-    if b"image" not in body and b"embeds" not in body and b"\\u" not in body:
-        return None
+def _parsed(body: bytes) -> tuple[Any, Callable[[Any], bytes]]:
+    """The request, if it may have parts of ours, and how to write it; else None, for the app behind to judge.
+
+    What Python's own parser reads, an app behind may read: NaN, UTF-16, half a surrogate pair. None of that
+    may carry a part past us.
+    """
+    if not any(hint in body for hint in (b"image", b"embeds", b"\\u", b"\0")):
+        return None, orjson.dumps
     try:
-        return orjson.loads(body)
+        return orjson.loads(body), orjson.dumps
     except orjson.JSONDecodeError:
-        return None
+        pass
+    try:
+        return json.loads(body), lambda request: json.dumps(request).encode()
+    except (ValueError, RecursionError):
+        return None, orjson.dumps
 
 
 def _image_parts(request: Any, client_embeds: bool) -> Iterator[_ImagePart]:

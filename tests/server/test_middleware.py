@@ -298,6 +298,19 @@ async def test_a_backend_that_fails_is_a_500_without_its_words(caplog: pytest.Lo
     ]
 
 
+async def test_a_fault_of_ours_is_not_told_as_a_client_that_left() -> None:
+    class Faulty(MediaLoader):
+        async def load(self, urls: Sequence[str], **options: Any) -> Any:
+            raise RuntimeError("a fault of ours")
+
+    told = Told()
+    async with AsyncVisionEncoder(Tags(), "none") as encoder, Faulty() as media:
+        app = EncodeImages(Mirror(), encoder=encoder, media=media, ended=told)
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await call(app, CHAT, chat([image(1)]))
+    assert told.endings == [(1, "failed")]
+
+
 async def test_an_encoder_that_is_not_loaded_is_a_503() -> None:
     encoder: AsyncVisionEncoder[Any, Any, Any] = AsyncVisionEncoder(Tags())
     async with MediaLoader() as media:

@@ -35,8 +35,9 @@ from retinue.server.errors import error_response, refusal
 
 __all__ = ["EncodeImages", "Ended", "Ending"]
 
-#: How the images of a request ended: in artifacts, in an error of the tree, or because their client left.
-Ending: TypeAlias = Literal["ok", "left"] | RetinueError
+#: How the images of a request ended: in artifacts, in an error of the tree, by a fault outside of it, or
+#: because their client left (or a deadline passed, which cancels as leaving does).
+Ending: TypeAlias = Literal["ok", "failed", "left"] | RetinueError
 
 _SUFFIX = "/chat/completions"
 
@@ -125,7 +126,7 @@ class EncodeImages:
         try:
             embeds = await connection.unless_left(self._encode(parts, reserve))
         except BaseException as error:
-            self._tell(len(parts), error if isinstance(error, RetinueError) else "left")
+            self._tell(len(parts), _ending(error))
             if isinstance(error, InvalidInput) and error.position is not None:
                 raise _Faulty(error, f"{parts[error.position].param}.image_url") from error
             raise
@@ -154,6 +155,12 @@ class _Faulty(Exception):
         super().__init__(str(error))
         self.error = error
         self.param = param
+
+
+def _ending(error: BaseException) -> Ending:
+    if isinstance(error, RetinueError):
+        return error
+    return "left" if isinstance(error, (ClientLeft, asyncio.CancelledError)) else "failed"
 
 
 def _parsed(body: bytes) -> tuple[Any, Callable[[Any], bytes]]:

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -85,11 +86,10 @@ class Bare(Stack):
         self.app = instant
 
 
-class Served:
-    """A stack on a thread of its own."""
+class OnAThread:
+    """Something that lives on an event loop of its own, which is uvloop's, as the server's is."""
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self) -> None:
         self._started, self._stop = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
         self._thread.start()
@@ -97,9 +97,30 @@ class Served:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with listening(self._stack) as self.url:
+        async with self._life():
             self._started.set()
             await self._stop.wait()
+
+    def _life(self) -> AbstractAsyncContextManager[None]:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End it."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+class Served(OnAThread):
+    """A stack behind a socket."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        super().__init__()
+
+    @asynccontextmanager
+    async def _life(self) -> AsyncIterator[None]:
+        async with listening(self._stack) as self.url:
+            yield
 
     def cpu_s(self) -> float:
         """CPU time of the event loop's thread so far."""
@@ -108,11 +129,6 @@ class Served:
             return time.thread_time()
 
         return asyncio.run_coroutine_threadsafe(now(), self._loop).result()
-
-    def stop(self) -> None:
-        """End it."""
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
 
 
 def jpeg(width: int, height: int, quality: int) -> bytes:
@@ -223,22 +239,15 @@ def health_latency() -> dict[str, Any]:
     }
 
 
-class Library:
+class Library(OnAThread):
     """The demo model without HTTP."""
 
-    def __init__(self) -> None:
-        self._started, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
-        self._thread.start()
-        self._started.wait()
-
-    async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    @asynccontextmanager
+    async def _life(self) -> AsyncIterator[None]:
         encoder = AsyncVisionEncoder(DigitsEncoder(), "demo")
         decoder = TransformersDecoder(CHECKPOINT, dtype="float32", max_batch_items=32)
         async with encoder as self._encoder, decoder as self._decoder:
-            self._started.set()
-            await self._stop.wait()
+            yield
 
     async def _ask(self, shown: Picture) -> None:
         artifacts = await self._encoder.encode([shown.data])
@@ -260,11 +269,6 @@ class Library:
             return time.perf_counter() - began_s
 
         return asyncio.run_coroutine_threadsafe(all_clients(), self._loop).result()
-
-    def stop(self) -> None:
-        """End it."""
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
 
 
 def demo_throughput(rounds: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from retinue.errors import InvalidInput
 from retinue.media import MediaLoader
-from retinue.media.data_url import parse
+from retinue.media.data_url import parse, size_bound
 
 from .origin import picture
 
@@ -65,8 +65,11 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("spelling", ACCEPTED)
 async def test_a_legal_spelling_gives_the_same_bytes(spelling: str) -> None:
+    held: list[int] = []
     async with MediaLoader() as loader:
-        (image,) = await loader.load([ACCEPTED[spelling]])
+        (image,) = await loader.load([ACCEPTED[spelling]], reserve=held.append)
+    assert len(held) == 1
+    assert held[0] >= len(PNG)
     assert (image.format, image.size) == ("PNG", (40, 30))
     assert image.data == PNG
     assert image.url is None
@@ -114,6 +117,12 @@ def test_the_size_is_what_read_gives(data: bytes, padded: bool, safe: bool, betw
         parsed = parse(url, max_bytes=len(data) or 1)
         assert parsed.read() == data
         assert parsed.size == len(data)
+        assert size_bound(url) >= parsed.size
+
+
+@given(st.binary(max_size=200))
+def test_the_bound_by_length_alone_is_the_size_where_nothing_but_base64_is_sent(data: bytes) -> None:
+    assert size_bound(f"data:;base64,{base64.b64encode(data).decode()}") == len(data)
 
 
 @pytest.mark.parametrize("between", ["", "\n", "%0A"])
@@ -147,5 +156,6 @@ def test_a_spelling_costs_a_few_times_its_length_and_not_an_object_per_character
 
 @given(st.text())
 def test_any_text_has_an_answer(text: str) -> None:
+    bound = size_bound(f"data:{text}")
     with contextlib.suppress(InvalidInput):
-        assert len(parse(f"data:{text}", max_bytes=100).read()) <= 100
+        assert len(parse(f"data:{text}", max_bytes=100).read()) <= min(bound, 100)

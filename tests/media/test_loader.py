@@ -190,7 +190,7 @@ async def test_who_leaves_as_an_image_fails_leaves_no_failure_unseen(
         raise Overloaded("no room", retry_after=1.0)
 
     async with MediaLoader() as loader:
-        loads = [asyncio.ensure_future(loader.load([data_url()], reserve=leave))]
+        loads = [asyncio.ensure_future(loader.load([data_url(), data_url(b"other")], reserve=leave))]
         await asyncio.wait(loads)
         assert loads[0].cancelled()
         loads.clear()  # and with it all that its traceback holds

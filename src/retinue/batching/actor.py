@@ -85,6 +85,14 @@ class Request:
     first: int  # the arrival of its first item; the others follow without a gap
     trace: Trace | None
 
+    @classmethod
+    def to_wake(cls, future: asyncio.Future[None]) -> Request:
+        """A request that is not queued yet, nor has it ended; ``future`` is what its caller waits for."""
+        request = cls()
+        request.loop, request.future = future.get_loop(), future
+        request.remaining, request.error = 0, None
+        return request
+
 
 class Trace:
     """When a request came and what became of it; kept only where somebody asks."""
@@ -204,15 +212,17 @@ class Actor:
         items: Sequence[Any],
         costs: Sequence[int] | None = None,
         keys: Sequence[Hashable] | None = None,
+        request: Request | None = None,
     ) -> Request:
-        """Queue all of ``items`` or nothing.
+        """Queue all of ``items`` or nothing, as a new request or as the given ``Request.to_wake``.
 
         ``EncoderUnavailable`` where nobody would serve them, ``Overloaded`` where there is no room.
         """
         count = len(items)
-        request = Request()
-        request.loop = loop
-        request.future = asyncio.Future(loop=loop)
+        if request is None:
+            request = Request()
+            request.loop = loop
+            request.future = asyncio.Future(loop=loop)
         request.keys = keys
         request.results = [None] if count == 1 else [None] * count
         request.remaining = count

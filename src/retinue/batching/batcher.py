@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from retinue.batching import exit_hook
-from retinue.batching.actor import Actor, State
+from retinue.batching.actor import Actor, Request, State
 from retinue.batching.outcome import forget_frames, logger
 from retinue.batching.planner import Limits, positive_int
 from retinue.batching.records import Observer, Pending
@@ -178,6 +178,23 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             raise failure
         finally:
             del failure, request  # they would close a cycle with the traceback
+
+    def enqueue(
+        self, request: Request, items: Sequence[ItemT], costs: Sequence[int], keys: Sequence[Hashable]
+    ) -> None:
+        """``submit`` from any thread, for a caller who waits for the future of ``request``.
+
+        Costs and keys have been checked. Whoever notices that the caller has left calls ``withdraw``.
+        """
+        self._actor.enqueue(request.loop, items, costs, keys, request)
+
+    def withdraw(self, request: Request) -> None:
+        """Its caller has left: what no batch has claimed never reaches ``fn``."""
+        self._actor.withdraw(request)
+
+    def abandon(self, request: Request) -> None:
+        """``withdraw`` for the garbage collector, which may run in any thread at any moment."""
+        self._actor.abandon(request)
 
     def pending(self) -> Pending:
         """What was accepted and is not answered yet, at this moment."""

@@ -47,12 +47,12 @@ class Draft:
         self.listener = listener
         self.token_ids: list[int] = []
         self.finish_reason: Literal["stop", "length"] | None = None
-        self.failed = False
+        self.failed = ""  # what was not finite, if anything was
         self._detokenizer = Detokenizer(decode)
         self._stop = StopFilter(options.stop)
         self._text = ""
         self._sent = 0  # so many of the text's characters went to the listener
-        self._random = random.Random(options.seed)
+        self._random = None if options.seed is None else random.Random(options.seed)
         self._left = threading.Event()
 
     def leave(self) -> None:
@@ -66,7 +66,7 @@ class Draft:
 
     def chance(self) -> float:
         """The number in [0, 1) that decides the next token; one is used up per token."""
-        return self._random.random()
+        return (self._random or random).random()
 
     def add(self, token_id: int, end_ids: frozenset[int]) -> None:
         """Take the next token, and finish if it is the last."""
@@ -86,7 +86,7 @@ class Draft:
     def result(self) -> Generation | EncoderFailed:
         """The finished generation, or why there is none. Of a text that nobody wants, either will do."""
         if self.failed:
-            return EncoderFailed("the language model gave logits that are not finite")
+            return EncoderFailed(f"{self.failed} are not all finite")
         return Generation(
             text=self._text,
             token_ids=list(self.token_ids),
@@ -109,11 +109,15 @@ class Draft:
 @torch.inference_mode()
 def write(model: TextModel, drafts: Sequence[Draft]) -> None:
     """Write on every draft, a token each at a time, until it is finished or nobody wants it."""
-    running = [draft for draft in drafts if draft.wanted]
+    prompts = {draft: _embed(model, draft) for draft in drafts if draft.wanted}
+    for draft, embeds in prompts.items():
+        if not embeds.isfinite().all():
+            draft.failed = "the prompt's embeddings"
+    running = [draft for draft in prompts if draft.wanted]
     if not running:
         return
     batch = CachedBatch(model)
-    logits = batch.start([_embed(model, draft) for draft in running])
+    logits = batch.start([prompts.pop(draft) for draft in running])
     while True:
         _add_tokens(running, logits, model.end_ids)
         _deliver(running)
@@ -133,7 +137,7 @@ def _add_tokens(drafts: Sequence[Draft], logits: Tensor, end_ids: frozenset[int]
         if is_finite:
             draft.add(token_id, end_ids)
         else:
-            draft.failed = True
+            draft.failed = "the language model's logits"
 
 
 def _deliver(drafts: Iterable[Draft]) -> None:

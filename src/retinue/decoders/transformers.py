@@ -15,6 +15,7 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from types import TracebackType
 
 import torch
@@ -183,7 +184,7 @@ class _Loaded:
 
 
 def _check(prompt: Prompt, max_new_tokens: int, model: TextModel) -> None:
-    """Refuse here what would fail in a batch, or spoil it for the neighbours."""
+    """Refuse here what would fail in a batch; whether all is finite, its thread finds out."""
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidInput("the prompt is empty")
@@ -194,14 +195,18 @@ def _check(prompt: Prompt, max_new_tokens: int, model: TextModel) -> None:
             f"the prompt's {length} tokens and max_new_tokens={max_new_tokens} make "
             f"{length + max_new_tokens}, more than the model's context of {model.context}"
         )
-    for position, (token_id, is_text) in enumerate(zip(prompt.token_ids, prompt.is_token_ids, strict=True)):
-        if is_text and not 0 <= token_id < model.vocab_size:
-            raise InvalidInput(
-                f"prompt token {position} is {token_id}, outside the vocabulary of {model.vocab_size}"
-            )
+    text_ids = list(compress(prompt.token_ids, prompt.is_token_ids))
+    if text_ids and not 0 <= min(text_ids) <= max(text_ids) < model.vocab_size:
+        wrong = next(token_id for token_id in text_ids if not 0 <= token_id < model.vocab_size)
+        position = next(
+            n
+            for n, (token_id, is_text) in enumerate(zip(prompt.token_ids, prompt.is_token_ids, strict=True))
+            if is_text and token_id == wrong
+        )
+        raise InvalidInput(
+            f"prompt token {position} is {wrong}, outside the vocabulary of {model.vocab_size}"
+        )
     if prompt.embeds.shape != (length, model.width):
         raise EncoderFailed(
             f"the prompt's embeddings have shape {tuple(prompt.embeds.shape)}, not {(length, model.width)}"
         )
-    if not all(prompt.is_token_ids) and not prompt.embeds.isfinite().all():
-        raise EncoderFailed("the prompt's embeddings are not all finite")

@@ -25,7 +25,8 @@ def demo_stack(
 ) -> Stack:
     """The server that ``retinue serve --demo`` and ``retinue demo`` run."""
     decoder = TransformersDecoder(CHECKPOINT, dtype="float32", max_batch_items=32)
-    behind = Behind(EmbeddedApp(decoder, model_name=MODEL_NAME), load=decoder.aload, close=decoder.aclose)
+    app = EmbeddedApp(decoder, model_name=MODEL_NAME)
+    behind = Behind(app, load=decoder.aload, close=decoder.aclose, takes_artifacts=True)
     return Stack(
         DigitsEncoder(), "demo", behind, limits=limits, media=media, api_key=api_key, observer=observer
     )

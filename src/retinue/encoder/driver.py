@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from retinue.batching import Observer, Pending, ThreadedMicroBatcher
+from retinue.batching.actor import Request
 from retinue.batching.batcher import pending_bound
 from retinue.batching.outcome import describe, forget_frames, log_error
 from retinue.batching.planner import Limits, positive_int
@@ -190,7 +191,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             if batcher is None or self._life is not _Life.LOADED:
                 raise EncoderUnavailable(f"encode() called {self._life.value}")
             if pool is not None and raws:
-                preparation = _Preparation(self._preprocess, self._limits, raws)
+                preparation = _Preparation(self._preprocess, self._limits, raws, batcher)
                 self._preparing.add(preparation)
         if pool is None or not raws:
             request = batcher.submit(raws)  # type: ignore[arg-type]  # its raws are its items
@@ -198,18 +199,11 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             return await request
         del raws
         try:
-            ready = await preparation.run(pool)
+            return await preparation.run(pool)
         finally:
             with self._lock:
                 self._preparing.discard(preparation)
             del preparation
-        items = [image.item for image in ready]
-        costs = [image.cost for image in ready]
-        keys = [image.key for image in ready]
-        del ready
-        request = batcher.submit(items, costs, keys)
-        del items
-        return await request
 
     def pending(self) -> Pending:
         """What was batched and is not answered yet; images in ``preprocess`` are not among it."""
@@ -355,25 +349,35 @@ def _words(error: InvalidInput) -> str:
 
 
 class _Preparation:
-    """The preprocessing of one request: all of its images, or the first error.
+    """The preprocessing of one request: all of its images are batched, or the first error is raised.
 
-    Its images are jobs of the pool. Whoever finishes the last, or fails first, wakes the request: one call
-    into its event loop. Jobs that have not begun when the request ends do nothing.
+    Its images are jobs of the pool. Whoever finishes the last of them hands the request to the batcher, and
+    whoever fails first wakes it, so the event loop hears of a request once. Jobs that have not begun when the
+    request ends do nothing.
     """
 
-    def __init__(self, preprocess: Callable[[Any], Any], limits: Limits, raws: list[Any]) -> None:
+    def __init__(
+        self,
+        preprocess: Callable[[Any], Any],
+        limits: Limits,
+        raws: list[Any],
+        batcher: ThreadedMicroBatcher[Any, Any],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] = self._loop.create_future()
         self._preprocess = preprocess
         self._limits = limits
+        self._batcher = batcher
         self._lock = threading.RLock()
         self._raws = raws
         self._count = len(self._raws)
         self._ready: list[Any] = [None] * self._count
-        self._remaining = self._count  # images still to come; 0 once it has ended
-        self._error: RetinueError | None = None
+        self._remaining = self._count  # images still to come; 0 once it has ended or is batched
+        self._request: Request | None = None  # once it is about to be batched
+        self._left = False  # its caller has
+        self._error: BaseException | None = None
 
-    async def run(self, pool: Pool) -> list[Preprocessed[Any]]:
+    async def run(self, pool: Pool) -> list[Any]:
         """What becomes of the images, in order; raises the error of the first that fails.
 
         Each is a job of ``pool``, in a copy of the caller's context.
@@ -382,19 +386,26 @@ class _Preparation:
             for index in range(self._count):
                 pool.submit(partial(contextvars.copy_context().run, self._do, index))
             await self._future
-        except BaseException:
-            self.end(None)
+        except GeneratorExit:
+            self._leave(self._batcher.abandon)
             raise
-        error, ready = self._error, self._ready
+        except BaseException:
+            self._leave(self._batcher.withdraw)
+            raise
+        request, self._request = self._request, None
+        error: BaseException | None = self._error
+        if error is None and request is not None:
+            error = request.error
+            if error is None:
+                return request.results
+        assert error is not None
         self._error = None  # its traceback leads to here, and a cycle would keep it
-        if error is None:
-            return ready
         try:
             raise error
         finally:
-            del error, ready, self
+            del error, request, self
 
-    def end(self, error: RetinueError | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Stop all that has not begun; with ``error``, wake the request with it. Counts once."""
         with self._lock:
             if not self._remaining:
@@ -405,6 +416,14 @@ class _Preparation:
             self._error = error
         if error is not None:
             self._wake()
+
+    def _leave(self, withdraw: Callable[[Request], None]) -> None:
+        self.end(None)
+        with self._lock:
+            self._left = True
+            request = self._request
+        if request is not None:
+            withdraw(request)
 
     def _do(self, index: int) -> None:
         with self._lock:
@@ -431,9 +450,32 @@ class _Preparation:
                 return
             self._ready[index] = prepared
             self._remaining -= 1
-            last = not self._remaining
-        if last:
+            if self._remaining:
+                return
+            ready, self._ready = self._ready, []
+            self._request = request = Request.to_wake(self._future)
+        self._batch(request, ready)
+
+    def _batch(self, request: Request, ready: list[Preprocessed[Any]]) -> None:
+        """Hand what is ready to the batcher, outside of the lock, for the batcher has one of its own."""
+        try:
+            self._batcher.enqueue(
+                request,
+                [image.item for image in ready],
+                [image.cost for image in ready],
+                [image.key for image in ready],
+            )
+        except BaseException as error:
+            forget_frames(error)
+            self._error = error
             self._wake()
+            return
+        finally:
+            del ready
+        with self._lock:
+            left = self._left
+        if left:  # before the batcher knew the request
+            self._batcher.withdraw(request)
 
     def _checked(self, prepared: Any, index: int) -> Preprocessed[Any]:
         """``prepared``, with a cost that a batch can hold and a key that can be compared."""

@@ -1,4 +1,4 @@
-"""Threads for ``preprocess``.
+"""Threads for what must not run on an event loop: ``preprocess``, and whatever else takes a while.
 
 ``concurrent.futures.ThreadPoolExecutor`` would do, but for two promises: a job that is stuck must not keep
 the interpreter from exiting, and an event loop must be able to wait for the threads' end.
@@ -10,16 +10,20 @@ Thread rules
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from retinue.batching import exit_hook
-from retinue.batching.outcome import log_error
+from retinue.batching.outcome import forget_frames, log_error
 from retinue.errors import EncoderUnavailable
 
 Job = Callable[[], object]
+T = TypeVar("T")
 
 
 class Pool:
@@ -58,6 +62,12 @@ class Pool:
             if self._closed:
                 raise EncoderUnavailable("the preprocessing threads have been ended")
             self._jobs.put(job)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns or raises; it never runs if the caller leaves before it has begun."""
+        call = _Call(function)
+        self.submit(call.run)
+        return await call.outcome()
 
     def close(self) -> None:
         """End the threads once they have run what is queued."""
@@ -102,3 +112,46 @@ class Pool:
             last = not self._alive
         if last:
             self.stopped.set_result(None)
+
+
+class _Call(Generic[T]):
+    """A function for a thread to run, and an event loop to be told.
+
+    As with a request of the batcher, the future only wakes the caller and the outcome lies beside it: a
+    StopIteration cannot be put into a future, and nobody may ever retrieve what is.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] = self._loop.create_future()
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """On a thread of the pool."""
+        function, self._function = self._function, None
+        if self._future.cancelled() or function is None:
+            return
+        try:
+            self._results.append(function())
+        except BaseException as error:  # SystemExit too: the process is not the function's to end
+            forget_frames(error)
+            self._error = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: its caller is gone
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    async def outcome(self) -> T:
+        """On the caller's event loop."""
+        await self._future
+        error, self._error = self._error, None
+        if error is None:
+            return self._results.pop()
+        try:
+            raise error
+        finally:
+            del error, self  # they would close a cycle with the traceback

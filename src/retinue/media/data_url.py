@@ -13,7 +13,7 @@ import pybase64
 
 from retinue.errors import InvalidInput
 
-__all__ = ["DataURL", "parse"]
+__all__ = ["DataURL", "parse", "size_bound"]
 
 _MAX_HEADER = 1024  # characters; real ones are below 100
 _SPACE = b" \t\n\f\r"
@@ -28,6 +28,15 @@ class DataURL:
 
     size: int
     read: Callable[[], bytes] = field(repr=False)
+
+
+def size_bound(url: str) -> int:
+    """The most bytes that ``parse`` may find in ``url``, by its length alone."""
+    comma = url.find(",", 0, _MAX_HEADER)
+    length = len(url) - comma - 1
+    if "base64" in url[: max(0, comma)].lower():
+        return (length - url[-2:].count("=")) * 3 // 4
+    return length
 
 
 def parse(url: str, *, max_bytes: int) -> DataURL:

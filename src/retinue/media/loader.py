@@ -8,12 +8,10 @@ Thread rules
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
 
 from aiohttp.abc import AbstractResolver
 
@@ -32,8 +30,6 @@ _MAX_THREADS = 4
 _GRACE_S = 1.0  # for a file system that hangs, once the interpreter exits
 _AROUND = "".join(map(chr, range(0x21)))  # white space and controls, which URL parsers drop at both ends
 _SHOWN = 30
-
-T = TypeVar("T")
 
 
 class MediaLoader:
@@ -76,11 +72,12 @@ class MediaLoader:
         await self._fetcher.aclose()
 
     async def load(self, urls: Sequence[str], *, reserve: Callable[[int], None] | None = None) -> list[Image]:
-        """Load all of ``urls`` concurrently; return their images in order, one object for equal URLs.
+        """Load all of ``urls`` concurrently; return their images in order, fetching equal ones once.
 
         The first failure cancels the others, and is raised when they have ended. ``reserve`` is called with
-        each number of bytes before they are held: a data URL's and a file's at once, a response's piece by
-        piece. What it raises, ``Overloaded`` as a rule, ends the load and passes through.
+        each number of bytes before they are held: at once for a file and for a data URL, which may turn out
+        to hold less; piece by piece for a response. What it raises, ``Overloaded`` as a rule, ends the load
+        and passes through.
 
         Raises ``InvalidInput`` for more than ``max_images`` before any of them is looked at, and for a URL
         that is not accepted, cannot be fetched or is no picture: "image 2 of 3: its URL answered 404", with
@@ -92,12 +89,20 @@ class MediaLoader:
         if count > most:
             raise InvalidInput(f"{count} images, more than max_images={most}")
         self._check_open()
+        if count == 1 and urls[0].startswith("data:"):  # which the event loop is done with at once
+            try:
+                return [await self._load(urls[0], reserve)]
+            except Exception as error:
+                failed = self._first([error])
+            finally:
+                del urls  # a traceback through here must not keep them
+            raise failed
         tasks = {url: asyncio.ensure_future(self._load(url, reserve)) for url in dict.fromkeys(urls)}
         await _end(tasks.values())
         if all(_succeeded(task) for task in tasks.values()):
             return [tasks[url].result() for url in urls]
         errors = [None if tasks[url].cancelled() else tasks[url].exception() for url in urls]
-        del tasks, urls  # a traceback through here must not keep them
+        del tasks, urls
         raise self._first(errors)
 
     # ---- within
@@ -106,29 +111,26 @@ class MediaLoader:
         keep = reserve or _keep_all
         text = url.strip(_AROUND)
         scheme = text[:_SHOWN].partition(":")[0].lower() if ":" in text[:_SHOWN] else ""
-        most = self._policy.max_image_bytes
         read: Callable[[], bytes]
         if scheme == "data":
-            encoded = await self._in_thread(partial(data_url.parse, text, max_bytes=most))
-            keep(encoded.size)
-            read = encoded.read
+            keep(data_url.size_bound(text))
+            read, url = partial(self._decode, text), ""
         elif scheme == "file":
-            root = self._policy.file_root
-            file = await self._in_thread(partial(file_url.find, text, root=root, max_bytes=most))
+            root, most = self._policy.file_root, self._policy.max_image_bytes
+            file = await self._threads().call(partial(file_url.find, text, root=root, max_bytes=most))
             keep(file.size)
             read = file.read
         elif scheme in ("http", "https"):
             read = partial(bytes, await self._fetcher.fetch(text, keep=keep))
         else:
             raise InvalidInput(_unsupported(text, scheme))
-        source = None if scheme == "data" else url
-        max_pixels = self._policy.max_image_pixels
-        return await self._in_thread(lambda: Image(read(), url=source, max_pixels=max_pixels))
+        return await self._threads().call(partial(self._verified, read, url or None))
 
-    async def _in_thread(self, job: Callable[[], T]) -> T:
-        result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._threads().submit(partial(_run, job, result))
-        return await asyncio.wrap_future(result)
+    def _decode(self, text: str) -> bytes:
+        return data_url.parse(text, max_bytes=self._policy.max_image_bytes).read()
+
+    def _verified(self, read: Callable[[], bytes], url: str | None) -> Image:
+        return Image(read(), url=url, max_pixels=self._policy.max_image_pixels)
 
     def _threads(self) -> Pool:
         with self._lock:
@@ -177,17 +179,6 @@ def _see(task: asyncio.Task[Image]) -> None:
 
 def _succeeded(task: asyncio.Task[Image]) -> bool:
     return not task.cancelled() and task.exception() is None
-
-
-def _run(job: Callable[[], T], result: concurrent.futures.Future[T]) -> None:
-    if not result.set_running_or_notify_cancel():
-        return
-    try:
-        result.set_result(job())
-    except InvalidInput as error:
-        result.set_exception(error.with_traceback(None))  # whose frames hold the image's bytes
-    except BaseException as error:
-        result.set_exception(error)
 
 
 def _keep_all(_: int) -> None:

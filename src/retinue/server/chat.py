@@ -14,6 +14,7 @@ from typing import Any
 
 from retinue.decoders.generation import Generation, GenerationOptions
 from retinue.errors import InvalidInput
+from retinue.server.embeds import Embeds
 
 __all__ = ["Answer", "BadParameter", "ChatRequest", "parse_chat", "part_name"]
 
@@ -227,7 +228,7 @@ def _check_part(part: Any, name: str) -> None:
             f"{name} has type {reprlib.repr(kind)}, which is none of {', '.join(_PART_FIELDS)}", param=name
         )
     field = _PART_FIELDS[kind]
-    if not isinstance(part.get(field), str):
+    if not isinstance(part.get(field), str | Embeds if kind == "prompt_embeds" else str):
         raise BadParameter(f"{name}.{field} is no string", param=name)
     if unknown := [key for key, value in part.items() if value is not None and key not in ("type", field)]:
         raise BadParameter(

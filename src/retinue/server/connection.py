@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
+from retinue.server.interruption import Interruption
+
 __all__ = ["BodyTooLarge", "ClientLeft", "Connection"]
 
 T = TypeVar("T")
@@ -60,18 +62,14 @@ class Connection:
 
         Only after ``body``: what a client sends next is that it has left.
         """
-        working = asyncio.ensure_future(work)
         leaving = self._leaving()
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise ClientLeft
-        finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.wait({working})
-                _see(working)
+        with Interruption() as interruption:
+            leaving.add_done_callback(interruption.interrupt)
+            try:
+                return await work
+            finally:
+                leaving.remove_done_callback(interruption.interrupt)
+        raise ClientLeft
 
     def replay(self, body: bytes) -> Receive:
         """A ``receive`` for the app behind: ``body`` first, and then what the client really does."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from typing import Any
+from collections.abc import Awaitable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retinue.batching.pace import Pace
 from retinue.errors import DeadlineExceeded, Overloaded
 from retinue.server.errors import error_response, refusal
+from retinue.server.interruption import Interruption
 
-__all__ = ["Door"]
+__all__ = ["Door", "bears_one_of"]
 
 
 class Door:
@@ -37,7 +38,7 @@ class Door:
         request_timeout_s: float | None = 600.0,
     ) -> None:
         self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
+        self._keys = [] if api_key is None else [api_key.encode()]
         self._max_concurrent_requests = max_concurrent_requests
         self._request_timeout_s = request_timeout_s
         self._pace = Pace()
@@ -49,7 +50,7 @@ class Door:
         """The ASGI interface."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
-        elif not self._may_enter(scope):
+        elif self._keys and not bears_one_of(self._keys, scope):
             response = refusal(401, "the API key is missing or wrong", code="invalid_api_key")
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
@@ -60,13 +61,6 @@ class Door:
             await error_response(self._full())(scope, receive, send)
         else:
             await self._through(scope, receive, send)
-
-    def _may_enter(self, scope: Scope) -> bool:
-        if self._api_key is None:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
 
     def _full(self) -> Overloaded:
         return Overloaded(
@@ -91,41 +85,42 @@ class Door:
             self._pace.note(1, now_s - max(began_s, self._ended_s))
             self._ended_s = now_s
 
-    async def _within_deadline(self, answer: _Answer, work: Any) -> None:
+    async def _within_deadline(self, answer: _Answer, work: Awaitable[None]) -> None:
         """Run ``work`` to its end, or until the deadline if its answer has not begun by then."""
-        working = asyncio.ensure_future(work)
-        beginning = asyncio.ensure_future(answer.beginning.wait())
-        try:
-            await asyncio.wait(
-                {working, beginning},
-                timeout=self._request_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
+        if self._request_timeout_s is None:
+            return await work
+        with Interruption() as deadline:
+            answer.deadline = asyncio.get_running_loop().call_later(
+                self._request_timeout_s, deadline.interrupt
             )
-            if not working.done() and not answer.began:
-                raise DeadlineExceeded(f"not answered within request_timeout_s={self._request_timeout_s:g}")
-            await working
-        finally:
-            beginning.cancel()
-            if not working.done():
-                working.cancel()
-                await asyncio.wait({working})
-                if not working.cancelled():
-                    working.exception()  # seen; the deadline, or who cancelled us, is what counts
+            try:
+                return await work
+            finally:
+                answer.deadline.cancel()
+        raise DeadlineExceeded(f"not answered within request_timeout_s={self._request_timeout_s:g}")
 
 
 class _Answer:
-    """Notices when the answer begins."""
+    """Notices when the answer begins, and that the deadline is kept then."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.beginning = asyncio.Event()
-
-    @property
-    def began(self) -> bool:
-        return self.beginning.is_set()
+        self.began = False
+        self.deadline: asyncio.TimerHandle | None = None
 
     async def send(self, message: Message) -> None:
         """``send`` of ASGI."""
         if message["type"] == "http.response.start":
-            self.beginning.set()
+            self.began = True
+            if self.deadline is not None:
+                self.deadline.cancel()
         await self._send(message)
+
+
+def bears_one_of(keys: Sequence[bytes], scope: Scope) -> bool:
+    """Whether a request has one of ``keys`` as its bearer token."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = given.partition(b" ")
+    if scheme.lower() != b"bearer":
+        return False
+    return any(hmac.compare_digest(token.strip(), key) for key in keys)

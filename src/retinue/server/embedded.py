@@ -8,37 +8,31 @@ before it has begun never runs. An executor of ours would do no more, and need s
 from __future__ import annotations
 
 import asyncio
-import io
 import secrets
 import time
-import zipfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-import pybase64
-import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from torch import Tensor
 
 from retinue.decoders.transformers import GenerationOptions, TransformersDecoder
 from retinue.errors import InvalidInput
 from retinue.prompt.tensors import Prompt
 from retinue.server.chat import Answer, BadParameter, parse_chat, part_name
 from retinue.server.connection import BodyTooLarge, ClientLeft, Connection
+from retinue.server.embeds import PARSED_REQUEST, Embeds, rows_of_text
 from retinue.server.errors import error_body, error_response, refusal
 
 __all__ = ["EmbeddedApp"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_RECORD_BYTES = 4096  # of a saved tensor's archive, all but its values; genuine ones have some hundred
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -49,10 +43,12 @@ _EVENT_STREAM = [
 class EmbeddedApp:
     """An ASGI app that answers chat requests with a decoder of this process.
 
-    Images come as ``prompt_embeds`` parts, which an encoder in front has made. The decoder's life is its
-    owner's. ``model_name``: what clients must call the model. ``max_body_bytes``: of a request with its
-    embeddings; what clients send is for the middleware to bound. A request that leaves ``temperature``
-    out gets the likeliest text, not a drawn one; one that leaves ``max_tokens`` out, at most 256 tokens.
+    Images come as ``prompt_embeds`` parts, which an encoder in front has made: in the body, or in a request
+    that ``EncodeImages(..., artifacts=True)`` has parsed. The decoder's life is its owner's.
+
+    ``model_name``: what clients must call the model. ``max_body_bytes``: of a request with its embeddings;
+    what clients send is for the middleware to bound. A request that leaves ``temperature`` out gets the
+    likeliest text, not a drawn one; one that leaves ``max_tokens`` out, at most 256 tokens.
     """
 
     def __init__(self, decoder: TransformersDecoder, *, model_name: str, max_body_bytes: int = 2**30) -> None:
@@ -111,7 +107,7 @@ class _Completions:
         connection = Connection(scope, receive)
         try:
             try:
-                work = await self._receive(connection)
+                work = await self._receive(scope, connection)
             except ClientLeft:
                 raise
             except Exception as error:
@@ -123,15 +119,21 @@ class _Completions:
         finally:
             connection.close()
 
-    async def _receive(self, connection: Connection) -> _Work:
-        body = await connection.body(self._max_body_bytes)
-        return await connection.unless_left(asyncio.to_thread(self._read, body))
+    async def _receive(self, scope: Scope, connection: Connection) -> _Work:
+        if PARSED_REQUEST in scope:
+            read = asyncio.to_thread(self._read, scope[PARSED_REQUEST])
+        else:
+            read = asyncio.to_thread(self._parse, await connection.body(self._max_body_bytes))
+        return await connection.unless_left(read)
 
-    def _read(self, body: bytes) -> _Work:
+    def _parse(self, body: bytes) -> _Work:
         try:
-            chat = parse_chat(orjson.loads(body))
+            return self._read(orjson.loads(body))
         except orjson.JSONDecodeError as error:
             raise BadParameter(f"the body is not JSON: {error}") from None
+
+    def _read(self, request: object) -> _Work:
+        chat = parse_chat(request)
         if chat.model != self._model_name:
             raise _UnknownModel(chat.model)
         prompt = self._decoder.chat_prompt(_with_tensors(chat.messages, self._decoder.width))
@@ -228,17 +230,17 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return response
 
 
-# ---- prompt_embeds parts, which may come from a client
-
-
 def _with_tensors(messages: Sequence[Mapping[str, Any]], width: int) -> list[dict[str, Any]]:
     """``messages`` with a tensor for the data of each ``prompt_embeds`` part."""
 
     def opened(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if part["type"] != "prompt_embeds":
             return part
+        data = part["data"]
+        if isinstance(data, Embeds):
+            return {**part, "data": data.rows(width)}
         try:
-            return {**part, "data": _rows(part["data"], width)}
+            return {**part, "data": rows_of_text(data, width)}
         except InvalidInput as error:
             raise BadParameter(f"{name}: {error}", param=name) from None
 
@@ -251,47 +253,3 @@ def _with_tensors(messages: Sequence[Mapping[str, Any]], width: int) -> list[dic
         else dict(message)
         for n, message in enumerate(messages)
     ]
-
-
-def _rows(data: str, width: int) -> Tensor:
-    """The tensor that ``data`` is: base64 of what ``torch.save`` writes; ``InvalidInput`` if it is not."""
-    try:
-        saved = pybase64.b64decode(data, validate=True)
-    except ValueError:
-        raise InvalidInput("its data is not base64") from None
-    rows = _load(saved)
-    if rows.dtype not in _DTYPES:
-        raise InvalidInput(f"its tensor has dtype {rows.dtype}, not one of {', '.join(map(str, _DTYPES))}")
-    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] != width:
-        raise InvalidInput(f"its tensor has shape {tuple(rows.shape)}, not (1 or more rows, {width})")
-    if rows.nbytes > len(saved):  # an expanded view: a few bytes that would become any amount of memory
-        raise InvalidInput(f"its tensor has {rows.nbytes} bytes of values, of which not all were sent")
-    if not rows.isfinite().all():
-        raise InvalidInput("its tensor has values that are not finite")
-    return rows
-
-
-def _load(saved: bytes) -> Tensor:
-    try:
-        _check_archive(saved)
-        loaded = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-    except Exception:  # each layer of the format has errors of its own
-        raise InvalidInput("its data is no tensor as torch.save writes one") from None
-    if not isinstance(loaded, Tensor) or loaded.layout is not torch.strided or loaded.is_nested:
-        raise InvalidInput("its data is no plain, dense tensor")
-    if loaded.device.type != "cpu":  # "meta": no values came with it
-        raise InvalidInput("its tensor has no values")
-    return loaded.detach()
-
-
-def _check_archive(saved: bytes) -> None:
-    """Raise for an archive that could become more than was sent; ``torch.save`` writes none such.
-
-    It stores without compression, and beside the values of a tensor all is small.
-    """
-    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
-        for record in archive.infolist():
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("compressed")
-            if record.file_size > _MAX_RECORD_BYTES and not record.filename.endswith("/data/0"):
-                raise ValueError("more than one tensor")

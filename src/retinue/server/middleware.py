@@ -15,23 +15,22 @@ proxy to any server that takes such parts, or the embedded decoder.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import orjson
-import pybase64
-import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retinue.encoder import AsyncVisionEncoder
-from retinue.errors import EncoderFailed, InvalidInput, RetinueError
+from retinue.errors import DeadlineExceeded, InvalidInput, RetinueError
 from retinue.media import MediaLoader
 from retinue.server.budget import ByteBudget
 from retinue.server.connection import BodyTooLarge, ClientLeft, Connection
+from retinue.server.embeds import PARSED_REQUEST, Embeds
 from retinue.server.errors import error_response, refusal
+from retinue.server.interruption import Interruption
 
 __all__ = ["EncodeImages", "Ended", "Ending"]
 
@@ -39,7 +38,12 @@ __all__ = ["EncodeImages", "Ended", "Ending"]
 #: because their client left (or a deadline passed, which cancels as leaving does).
 Ending: TypeAlias = Literal["ok", "failed", "left"] | RetinueError
 
+T = TypeVar("T")
+
 _SUFFIX = "/chat/completions"
+# Up to here parsing takes less of the event loop's time than handing it to a thread and back. What is larger
+# goes one by one: the parser holds the interpreter's lock, and several would take turns with the event loop.
+_SOON_PARSED_BYTES = 2**18
 
 
 class Ended(Protocol):
@@ -63,6 +67,10 @@ class EncodeImages:
     ``max_pending_bytes``: of the bodies and pictures of all requests that wait, else 429.
     ``client_embeds``: let clients send ``prompt_embeds`` parts of their own. They are as dangerous as the
     server behind is trusting: vLLM's engine dies of a wrong width, for everybody.
+    ``artifacts``: ``app`` is an ``EmbeddedApp``, which takes the parsed request with the artifacts in it; so
+    they need not be written and read again.
+    ``place``: text that the server behind would take for the place of an image, wherever it stands; refused.
+    ``encode_timeout_s``: from a request's last byte until its images are embeddings, else 504.
     """
 
     def __init__(
@@ -74,6 +82,9 @@ class EncodeImages:
         max_body_bytes: int = 64 * 2**20,
         max_pending_bytes: int = 2**30,
         client_embeds: bool = False,
+        artifacts: bool = False,
+        place: str = "",
+        encode_timeout_s: float | None = None,
         ended: Ended | None = None,
     ) -> None:
         self._app = app
@@ -81,8 +92,14 @@ class EncodeImages:
         self._media = media
         self._max_body_bytes = max_body_bytes
         self._client_embeds = client_embeds
+        self._artifacts = artifacts
+        self._place = place
+        self._encode_timeout_s = encode_timeout_s
         self._ended = ended
+        self._parsing = asyncio.Lock()
         self.budget = ByteBudget(max_pending_bytes)
+        #: How wide the rows of the model behind are; another width is the encoder's fault. None: not checked.
+        self.width: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -118,13 +135,15 @@ class EncodeImages:
     ) -> tuple[Scope, bytes]:
         """The request for the app behind."""
         body = await connection.body(self._max_body_bytes, reserve)
-        request, written = _parsed(body)
+        request, written = await self._parsed(body)
+        if self._place and _spells(self._place, request):
+            raise InvalidInput(f"{self._place} is text that this server cannot take, in any field")
         parts = list(_image_parts(request, self._client_embeds))
         if not parts:
             return scope, body
         del body
         try:
-            embeds = await connection.unless_left(self._encode(parts, reserve))
+            embeds = await connection.unless_left(self._in_time(self._encode(parts, reserve)))
         except BaseException as error:
             self._tell(len(parts), _ending(error))
             if isinstance(error, InvalidInput) and error.position is not None:
@@ -134,14 +153,37 @@ class EncodeImages:
         for image, data in zip(parts, embeds, strict=True):
             image.part.clear()
             image.part.update(type="prompt_embeds", data=data)
+        if self._artifacts:
+            return {**scope, PARSED_REQUEST: request}, b""
         body = written(request)
         return {**scope, "headers": _with_length(scope["headers"], len(body))}, body
 
-    async def _encode(self, parts: Sequence[_ImagePart], reserve: Callable[[int], None]) -> list[str]:
+    async def _parsed(self, body: bytes) -> tuple[Any, Callable[[Any], bytes]]:
+        if len(body) <= _SOON_PARSED_BYTES:
+            return _parsed(body)
+        async with self._parsing:
+            return await asyncio.to_thread(_parsed, body)
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        if self._encode_timeout_s is None:
+            return await work
+        with Interruption() as deadline:
+            timer = asyncio.get_running_loop().call_later(self._encode_timeout_s, deadline.interrupt)
+            try:
+                return await work
+            finally:
+                timer.cancel()
+        raise DeadlineExceeded(f"not encoded within encode_timeout_s={self._encode_timeout_s:g}")
+
+    async def _encode(
+        self, parts: Sequence[_ImagePart], reserve: Callable[[int], None]
+    ) -> Sequence[Embeds | str]:
         images = await self._media.load([image.url for image in parts], reserve=reserve)
-        artifacts = await self._encoder.encode(images)
+        embeds = Embeds.of(await self._encoder.encode(images))
         del images
-        return await asyncio.to_thread(_serialized, artifacts)
+        if self._artifacts:
+            return embeds
+        return await asyncio.to_thread(lambda: [of_one.text(self.width) for of_one in embeds])
 
     def _tell(self, images: int, ending: Ending) -> None:
         if self._ended is not None:
@@ -161,6 +203,17 @@ def _ending(error: BaseException) -> Ending:
     if isinstance(error, RetinueError):
         return error
     return "left" if isinstance(error, (ClientLeft, asyncio.CancelledError)) else "failed"
+
+
+def _spells(text: str, value: Any) -> bool:
+    """Whether ``text`` is in any string of ``value``, parsed JSON; a part's URL is no text."""
+    if isinstance(value, str):
+        return text in value
+    if isinstance(value, dict):
+        return value.get("type") != "image_url" and any(
+            text in key or _spells(text, of_key) for key, of_key in value.items()
+        )
+    return isinstance(value, list) and any(_spells(text, of_one) for of_one in value)
 
 
 def _parsed(body: bytes) -> tuple[Any, Callable[[Any], bytes]]:
@@ -208,28 +261,6 @@ def _url(part: dict[str, Any], param: str) -> str:
     if not isinstance(url, str):
         raise _Faulty(InvalidInput("an image_url part needs {'image_url': {'url': '...'}}"), param)
     return url
-
-
-def _serialized(artifacts: Sequence[Any]) -> list[str]:
-    """Each artifact as a server that takes ``prompt_embeds`` parts reads it."""
-    return [_as_text(artifact, n, len(artifacts)) for n, artifact in enumerate(artifacts, 1)]
-
-
-def _as_text(artifact: Any, number: int, count: int) -> str:
-    try:
-        tensor = torch.as_tensor(artifact).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise EncoderFailed(f"image {number} of {count}: its artifact is no tensor") from error
-    if tensor.ndim != 2 or not len(tensor) or not tensor.is_floating_point():
-        raise EncoderFailed(
-            f"image {number} of {count}: its artifact has shape {tuple(tensor.shape)} and dtype "
-            f"{tensor.dtype}, not (rows, hidden) of floating point with 1 row or more"
-        )
-    if not tensor.isfinite().all():
-        raise EncoderFailed(f"image {number} of {count}: its artifact has values that are not finite")
-    file = io.BytesIO()
-    torch.save(tensor.contiguous().clone(), file)  # a view would bring its whole storage along
-    return pybase64.b64encode_as_string(file.getbuffer())
 
 
 def _with_length(headers: Sequence[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from retinue.server.errors import refusal
 from retinue.server.readiness import Readiness
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "json_response"]
 
 
 class Operations:
@@ -37,11 +37,11 @@ class Operations:
 
     async def _health(self) -> Response:
         """The process lives, and its event loop turns."""
-        return _json(200, {"status": "ok"})
+        return json_response(200, {"status": "ok"})
 
     async def _ready(self) -> Response:
         report = await self._readiness.report()
-        return _json(200 if report.ready else 503, asdict(report))
+        return json_response(200 if report.ready else 503, asdict(report))
 
     async def _figures(self) -> Response:
         return Response(self._metrics(), media_type=CONTENT_TYPE_LATEST)
@@ -49,5 +49,6 @@ class Operations:
     _answers = {"/health": _health, "/ready": _ready, "/metrics": _figures}  # noqa: RUF012  # never changed
 
 
-def _json(status: int, body: object) -> Response:
+def json_response(status: int, body: object) -> Response:
+    """A response with ``body`` as JSON."""
     return Response(orjson.dumps(body), status, media_type="application/json")

@@ -21,7 +21,7 @@ from retinue.encoder import AsyncVisionEncoder
 from retinue.errors import InvalidInput, RetinueError
 from retinue.media import Image
 
-__all__ = ["Phase", "Readiness", "Report"]
+__all__ = ["Phase", "Readiness", "Report", "probe_picture"]
 
 _FRESH_S = 10.0  # a success this old needs no probe
 _PROBE_TIMEOUT_S = 5.0
@@ -103,7 +103,7 @@ class Readiness:
 
     async def _forward(self) -> str:
         try:
-            await asyncio.wait_for(self._encoder.encode([_picture()]), self._probe_timeout_s)
+            await asyncio.wait_for(self._encoder.encode([probe_picture()]), self._probe_timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             running_s = self._encoder.pending().running_s
             running = "" if running_s is None else f"; a call has been running for {running_s:.1f} s"
@@ -116,7 +116,8 @@ class Readiness:
         return ""
 
 
-def _picture() -> Image:
+def probe_picture() -> Image:
+    """A picture that nearly every encoder takes."""
     file = io.BytesIO()
     PIL.Image.new("RGB", (_PROBE_SIDE, _PROBE_SIDE), (128, 128, 128)).save(file, "PNG")
     return Image(file.getvalue())

@@ -7,22 +7,19 @@ From the outside in: ``Operations`` (health, readiness, metrics), ``Door`` (key,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from retinue.batching import BatchRecord, Observer, RequestRecord
-from retinue.encoder import AsyncVisionEncoder, VisionEncoderBackend
-from retinue.errors import EncoderUnavailable
-from retinue.media import MediaLoader, MediaPolicy
+from retinue.batching import Observer
+from retinue.encoder import VisionEncoderBackend
+from retinue.media import MediaPolicy
 from retinue.server.door import Door
+from retinue.server.front import Front
 from retinue.server.limits import ServerLimits
-from retinue.server.metrics import Metrics
-from retinue.server.middleware import EncodeImages
 from retinue.server.operations import Operations
-from retinue.server.readiness import Phase, Readiness
 
 __all__ = ["Behind", "Stack"]
 
@@ -33,31 +30,12 @@ async def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Behind:
-    """The app behind the encoder, and how it is loaded and closed."""
+    """The app behind the encoder, how it is loaded and closed, and whether it takes artifacts as they are."""
 
     app: ASGIApp
     load: Callable[[], Awaitable[object]] = _nothing
     close: Callable[[], Awaitable[object]] = _nothing
-
-
-@dataclass(frozen=True)
-class _Observers:
-    """One observer that is several."""
-
-    observers: Sequence[Any] = field(default_factory=list)
-
-    def on_batch(self, record: BatchRecord) -> None:
-        for observer in self.observers:
-            observer.on_batch(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        for observer in self.observers:
-            observer.on_request(record)
-
-    def on_preprocess(self, duration_s: float) -> None:
-        for observer in self.observers:
-            if hasattr(observer, "on_preprocess"):
-                observer.on_preprocess(duration_s)
+    takes_artifacts: bool = False
 
 
 class Stack:
@@ -79,62 +57,46 @@ class Stack:
         join_timeout_s: float = 10.0,
     ) -> None:
         limits = limits or ServerLimits()
-        observers: list[Observer] = [] if observer is None else [observer]
         self._model_id = model_id
         self._behind = behind
-        self.encoder: AsyncVisionEncoder[Any, Any, Any] = AsyncVisionEncoder(
-            backend,
-            max_pending_cost=limits.max_pending_cost,
-            observer=_Observers(observers),
-            join_timeout_s=join_timeout_s,
-        )
-        self._media = MediaLoader(media or MediaPolicy())
-        self.metrics = Metrics(backend.max_batch_cost)
-        self.readiness = Readiness(self.encoder)
-        observers += [self.metrics, self.readiness]
-        images = EncodeImages(
+        self._front = Front(
             behind.app,
-            encoder=self.encoder,
-            media=self._media,
-            max_body_bytes=limits.max_body_bytes,
-            max_pending_bytes=limits.max_pending_bytes,
-            client_embeds=limits.client_embeds,
-            ended=self.metrics.ended,
+            backend,
+            limits=limits,
+            media=media or MediaPolicy(),
+            observer=observer,
+            join_timeout_s=join_timeout_s,
+            artifacts=behind.takes_artifacts,
         )
+        self.encoder, self.metrics = self._front.encoder, self._front.metrics
+        self.readiness = self._front.readiness
         door = Door(
-            images,
+            self._front.images,
             api_key=api_key,
             max_concurrent_requests=limits.max_concurrent_requests,
             request_timeout_s=limits.request_timeout_s,
         )
-        self.metrics.watch(self.encoder.pending)
         self.metrics.gauge("retinue_requests_in_flight", "Requests in flight", lambda: door.in_flight)
-        self.metrics.gauge("retinue_pending_bytes", "Bytes they hold", lambda: images.budget.held_bytes)
         self.metrics.gauge("retinue_rejected", "Requests refused at the door", lambda: door.rejected)
         self.app: ASGIApp = Operations(door, readiness=self.readiness, metrics=self.metrics.text)
 
     async def build(self) -> None:
         """Load the encoder and what is behind it; from then on it is ready. Raises what that raised."""
+        await self._front.build(self._model_id)
         try:
-            await self.encoder.aload(self._model_id)
             await self._behind.load()
         except BaseException as error:
-            self.readiness.fail(f"it could not be built: {type(error).__name__}")
+            self._front.fail(error)
             raise
-        if self.readiness.phase is not Phase.BUILDING:
-            raise EncoderUnavailable("shut down while building")
-        self.readiness.phase = Phase.SERVING
+        self._front.open()
 
     def drain(self) -> None:
         """Say that it is not ready any more; what is in flight goes on."""
-        if self.readiness.phase is not Phase.FAILED:
-            self.readiness.phase = Phase.DRAINING
+        self._front.drain()
 
     async def close(self) -> None:
         """End all parts; each is ended, even if another fails to."""
-        self.drain()
-        endings = (self.encoder.aclose(), self._behind.close(), self._media.aclose())
-        outcomes = await asyncio.gather(*endings, return_exceptions=True)
+        outcomes = await asyncio.gather(self._front.close(), self._behind.close(), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

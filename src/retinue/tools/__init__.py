@@ -1,0 +1,1 @@
+"""What an author and an operator run."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from retinue.cli import Serve
+from retinue.server.limits import ServerLimits
+
+VLLM = {"engine": "vllm", "text_model": "m", "encoder": "a:B"}
 
 
 def retinue(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,11 +31,14 @@ def retinue(*arguments: str) -> subprocess.CompletedProcess[str]:
         ({"demo": True, "encoder": "a:B"}, "--demo brings its own encoder"),
         ({"text_model": "m"}, "--encoder package.module:Class"),
         ({"upstream": "http://127.0.0.1:1"}, "--encoder package.module:Class"),
+        ({"engine": "vllm", "upstream": "http://127.0.0.1:1", "encoder": "a:B"}, "needs the TEXT_MODEL"),
+        (VLLM | {"decoder_batch": 2}, "--max-num-seqs"),
+        (VLLM | {"limits": ServerLimits(max_concurrent_requests=1)}, "which queues what it cannot run"),
     ],
 )
-def test_what_does_not_go_together_says_what_would(options: dict[str, str], words: str) -> None:
+def test_what_does_not_go_together_says_what_would(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Serve(**options)  # type: ignore[arg-type]  # a table of keywords
+        Serve(**options)
 
 
 def test_a_combination_that_cannot_be_is_an_error_and_no_traceback() -> None:
@@ -54,3 +62,25 @@ def test_a_bad_limit_names_its_bound() -> None:
     done = retinue("serve", "--demo", "--max-body-bytes", "0")
     assert done.returncode == 2
     assert "max_body_bytes must be more than 0, got 0" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["serve", "--demo"], ["demo"]])
+def test_options_for_vllm_are_for_vllm(command: list[str]) -> None:
+    done = retinue(*command, "--", "--max-model-len", "8")
+    assert done.returncode != 0
+    assert "--engine vllm" in done.stdout + done.stderr
+
+
+def test_without_vllm_its_engine_is_refused_in_words() -> None:
+    done = retinue("serve", "m", "--engine", "vllm", "--encoder", "a:B")
+    assert done.returncode == 1
+    assert "--engine vllm needs vLLM" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_split_is_refused_in_words(tmp_path: Path) -> None:
+    done = retinue("split", str(tmp_path), str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("retinue split: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 try:
     import tyro
 
     from retinue.media import MediaPolicy
-    from retinue.server.limits import ServerLimits
+    from retinue.server.limits import EncodeLimits, ServerLimits
 except ModuleNotFoundError as error:
     sys.exit(f"the retinue command needs more than the library: pip install 'retinue[serve]' ({error})")
 
@@ -51,12 +53,15 @@ _KEY_VARIABLE = "RETINUE_API_KEY"
 class Serve:
     """Serve an OpenAI-compatible endpoint whose images go through a vision encoder of your own.
 
-    One of three stands behind the encoder: the shipped demo model (--demo), a Hugging Face text model in this
-    process (TEXT_MODEL), or any server that takes prompt_embeds parts, such as vLLM (--upstream).
+    One of these stands behind the encoder: the shipped demo model (--demo), a text model in this process,
+    which transformers or vLLM runs (TEXT_MODEL, --engine), or any running server that takes prompt_embeds
+    parts, such as vLLM (--upstream). With --engine vllm, options of vLLM's own server follow after a --.
     """
 
     text_model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT_MODEL")] = None
     """Folder or Hub name of a causal language model and its tokenizer."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What runs TEXT_MODEL: transformers, or vLLM's own OpenAI server, which must be installed."""
     demo: bool = False
     """Serve the demo model, which reads pictures of digits, with its own encoder."""
     upstream: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
@@ -70,7 +75,7 @@ class Serve:
     dtype: str = "auto"
     """Of TEXT_MODEL: float32, bfloat16, float16, or that of its checkpoint."""
     decoder_batch: int = 16
-    """So many texts are written at once by TEXT_MODEL."""
+    """So many texts are written at once by TEXT_MODEL; for vLLM, see its --max-num-seqs."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all, which wants an API key."""
     port: int = 8000
@@ -92,22 +97,52 @@ class Serve:
             raise ValueError("--demo brings its own encoder; leave --encoder out")
         if not self.demo and self.encoder is None:
             raise ValueError("serve needs your backend's class: --encoder package.module:Class")
+        if self.engine == "vllm":
+            if self.text_model is None:
+                raise ValueError("--engine vllm needs the TEXT_MODEL that it is to run")
+            if self.decoder_batch != Serve.decoder_batch:
+                raise ValueError("--decoder-batch is for transformers; vLLM's own is -- --max-num-seqs N")
+            if self.limits.max_concurrent_requests != ServerLimits.max_concurrent_requests:
+                raise ValueError("--max-concurrent-requests is not for vLLM, which queues what it cannot run")
 
-    def run(self) -> int:
-        """Run the command; its exit status."""
+    def run(self, engine_options: Sequence[str] = ()) -> int:
+        """Run the command; its exit status. ``engine_options``: what followed after a ``--``."""
         from retinue.server.serving import serve
 
+        if engine_options and self.engine != "vllm":
+            print("retinue serve: options after -- are for --engine vllm", file=sys.stderr)
+            return 2
         api_key = self.api_key or os.environ.get(_KEY_VARIABLE)
         if api_key is None and self.host not in ("127.0.0.1", "localhost", "::1"):
             print(f"warning: {self.host} is open to others, and there is no API key", file=sys.stderr)
         sys.path.insert(0, os.getcwd())  # where the backend's module is, as a rule
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if self.engine == "vllm":
+            return self._run_vllm(api_key, engine_options)
         try:
             stack = self._stack(api_key)
         except ValueError as error:  # an option whose value only its user can judge
             print(f"retinue serve: {error}", file=sys.stderr)
             return 2
         return serve(stack, "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
+
+    def _run_vllm(self, api_key: str | None, engine_options: Sequence[str]) -> int:
+        from retinue.vllm import Config, serve
+
+        assert self.text_model is not None
+        assert self.encoder is not None
+        options = ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        options += ["--shutdown-timeout", str(round(self.grace_s))]
+        options += ["--api-key", api_key] if api_key else []
+        options += ["--served-model-name", self.name] if self.name else []
+        config = Config(
+            encoder=self.encoder,
+            encoder_model=self.encoder_model or "",
+            encode_timeout_s=self.limits.request_timeout_s,
+            limits=EncodeLimits(**{one.name: getattr(self.limits, one.name) for one in fields(EncodeLimits)}),
+            media=self.media,
+        )
+        return serve(self.text_model, [*options, *engine_options], config)
 
     def _stack(self, api_key: str | None) -> Stack:
         from retinue.encoder import load_backend
@@ -144,17 +179,52 @@ class Serve:
         assert self.text_model is not None
         decoder = TransformersDecoder(self.text_model, dtype=self.dtype, max_batch_items=self.decoder_batch)
         app = EmbeddedApp(decoder, model_name=self.name or self.text_model)
-        return Behind(app, load=decoder.aload, close=decoder.aclose)
+        return Behind(app, load=decoder.aload, close=decoder.aclose, takes_artifacts=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Take a vision-language model apart: OUT/text, a text-only model, and OUT/encoder, its eyes.
+
+    Serve the two with: retinue serve OUT/text --encoder retinue.encoders.hf:HFVisionEncoder
+    --encoder-model OUT/encoder
+    """
+
+    model: tyro.conf.Positional[str]
+    """Folder or Hub name of the vision-language model."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write to; it must not exist, or be empty."""
+
+    def run(self) -> int:
+        """Run the command; its exit status."""
+        from retinue.tools.split import split
+
+        try:
+            halves = split(self.model, self.out)
+        except (ValueError, OSError) as error:
+            print(f"retinue split: {error}", file=sys.stderr)
+            return 1
+        print(halves.summary)
+        return 0
 
 
 def main() -> None:
     """Entry point of the ``retinue`` command."""
+    arguments, rest = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
     command = tyro.extras.subcommand_cli_from_dict(
-        {"serve": Serve, "demo": Demo},
+        {"serve": Serve, "split": Split, "demo": Demo},
         prog="retinue",
+        args=arguments,
         description="Batches the images of concurrent requests through a vision encoder of your own.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    if isinstance(command, Serve):
+        sys.exit(command.run(rest))
+    if rest:
+        sys.exit("retinue: options after -- are for retinue serve --engine vllm")
     sys.exit(command.run())
 
 

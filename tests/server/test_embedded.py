@@ -7,6 +7,7 @@ import base64
 import io
 import logging
 import pickle
+import re
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -30,7 +31,9 @@ from retinue.demo.prompt import IMAGE_PAD, QUESTION
 from retinue.errors import EncoderFailed, EncoderUnavailable
 from retinue.prompt.tensors import Prompt
 from retinue.server.embedded import EmbeddedApp
+from retinue.server.embeds import PARSED_REQUEST, Embeds
 
+from .asgi import Client
 from .serving import LIMIT_S, Served, happened, serving
 
 MODEL = "digits"
@@ -734,6 +737,28 @@ class Gate:
             self.forwards += 1
             self.inside.set()
             assert self._open.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("artifact", "words"),
+    [
+        (torch.zeros(3, 7), "not \\(rows, 128\\)"),
+        (torch.full((3, 128), torch.nan), "not finite"),
+        (torch.zeros(128), "shape \\(128,\\)"),
+    ],
+    ids=["width", "NaN", "rank"],
+)
+async def test_an_artifact_of_this_process_that_does_not_fit_is_a_500_and_in_the_log(
+    decoder: Decoder, artifact: torch.Tensor, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine, odd = Embeds.of([torch.zeros(2, decoder.width), artifact])
+    content = [{"type": "prompt_embeds", "data": data} for data in (fine, odd)]
+    request = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    client = Client("/v1/chat/completions")
+    client.scope[PARSED_REQUEST] = request
+    reply = await client.call(EmbeddedApp(decoder, model_name=MODEL))
+    assert (reply.status, reply.json()["error"]["code"]) == (500, "encoder_failed")
+    assert re.search(f"image 2 of 2: .*{words}", caplog.text)
 
 
 @pytest.mark.parametrize("stream", [False, True])

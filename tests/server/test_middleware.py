@@ -16,11 +16,13 @@ import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retinue.encoder import AsyncVisionEncoder
+from retinue.errors import DeadlineExceeded
 from retinue.media import MediaLoader, MediaPolicy
+from retinue.server.embeds import PARSED_REQUEST
 from retinue.server.middleware import EncodeImages, Ending
 
 from .asgi import Client, Mirror, Reply, call
-from .backends import Gated, Tags, data_url, png, rows_of
+from .backends import WIDTH, Gated, Tags, data_url, png, rows_of
 
 CHAT = "/v1/chat/completions"
 
@@ -342,6 +344,64 @@ async def test_an_artifact_that_is_no_embedding_goes_no_further(artifact: Any) -
     async with encoding(behind, Odd()) as app:
         assert (await call(app, CHAT, chat([image(1)]))).status == 500
     assert behind.bodies == []
+
+
+async def test_rows_of_another_width_than_the_models_go_no_further() -> None:
+    behind = Mirror()
+    async with encoding(behind) as app:
+        app.width = WIDTH + 1
+        reply = await call(app, CHAT, chat([image(1)]))
+        assert (reply.status, reply.json()["error"]["code"]) == (500, "encoder_failed")
+        assert behind.bodies == []
+        app.width = WIDTH
+        assert (await call(app, CHAT, chat([image(1)]))).status == 200
+
+
+async def test_images_that_take_too_long_are_a_504_and_are_given_up() -> None:
+    backend, told = Gated(), Told()
+    async with encoding(Mirror(), backend, encode_timeout_s=0.05, ended=told) as app:
+        first = asyncio.create_task(call(app, CHAT, chat([image(1)])))
+        await backend.inside()
+        late = await call(app, CHAT, chat([image(2)]))  # the deadline itself is the thing tested
+        assert (late.status, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert "encode_timeout_s=0.05" in late.json()["error"]["message"]
+        assert (await first).status == 504
+        backend.open()
+    async with encoding(Mirror(), encode_timeout_s=60) as app:
+        assert (await call(app, CHAT, chat([image(3)]))).status == 200
+    assert backend.calls == [[1]]
+    assert [type(ending) for _, ending in told.endings] == [DeadlineExceeded] * 2
+
+
+async def test_a_large_body_is_read_like_a_small_one() -> None:
+    long = "x" * 2**20
+    async with encoding(Mirror()) as app:
+        replies = await asyncio.gather(*(call(app, CHAT, chat([text(long), image(tag)])) for tag in range(4)))
+    for tag, reply in enumerate(replies):
+        [[said, part]] = contents_of(reply)
+        assert said == text(long)
+        assert torch.equal(embeds(part), rows_of(tag))
+
+
+async def test_an_app_that_takes_artifacts_gets_them_as_they_are() -> None:
+    seen: list[Any] = []
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope.get(PARSED_REQUEST), (await receive())["body"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async with encoding(behind, artifacts=True) as app:
+        await call(app, CHAT, chat([image(1), text("a"), image(2)]))
+        await call(app, CHAT, chat([text("a")]))
+    (request, body), untouched = seen
+    first, words, second = request["messages"][0]["content"]
+    assert body == b""
+    assert words == text("a")
+    assert torch.equal(first["data"].rows(), rows_of(1))
+    assert (second["data"].number, second["data"].count) == (2, 2)
+    assert torch.equal(second["data"].rows(), rows_of(2))
+    assert untouched == (None, chat([text("a")]))
 
 
 async def test_a_view_brings_only_its_own_rows_along() -> None:

@@ -471,3 +471,22 @@ async def test_the_app_behind_hears_of_the_leaving_too() -> None:
         client.leave()
         await task
     assert heard.is_set()
+
+
+async def test_a_thousand_requests_of_whom_a_third_leave_leave_nothing_behind() -> None:
+    async def one(number: int) -> None:
+        client = Client(CHAT, chat([image(number % 200)]))
+        if number % 3 == 0:
+            client.leave()
+        await client.call(app)
+
+    backend = Tags()
+    async with AsyncVisionEncoder(backend, "none") as encoder, MediaLoader() as media:
+        app = EncodeImages(Mirror(), encoder=encoder, media=media)
+        await one(1)
+        tasks = len(asyncio.all_tasks())
+        for start in range(0, 1000, 50):
+            await asyncio.gather(*(one(number) for number in range(start, start + 50)))
+        assert len(asyncio.all_tasks()) == tasks
+        assert app.budget.held_bytes == 0
+        assert encoder.pending().items == 0

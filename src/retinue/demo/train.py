@@ -53,13 +53,9 @@ class Recipe:
     seeing_batch: int = 96
     seeing_rate: float = 2e-3
     new_pictures: int = 40_000
-    answering_rounds: tuple[tuple[int, float], ...] = (
-        (4_000, 8e-4),
-        (4_000, 4e-4),
-        (1_500, 2e-4),
-    )  # steps, rate
+    answering_rounds: tuple[tuple[int, float], ...] = ((3_500, 8e-4), (4_000, 4e-4))  # steps, rate
     answering_batch: int = 24
-    requests: int = 600  # measured, for each kind of picture and of question
+    requests: int = 2_000  # measured, for each kind of picture and of question
 
 
 @dataclass(frozen=True)
@@ -412,7 +408,7 @@ def evaluate(folder: Path, requests: int, say: Callable[[str], None] = print) ->
     tokens = AutoTokenizer.from_pretrained(folder)
     for name, glyphs in _held_out().items():
         rng = random.Random(99)
-        seen = see(vision, pictures(rng, [glyphs], 1500, vision.config))
+        seen = see(vision, pictures(rng, [glyphs], 2 * requests, vision.config))
         figures = {kind: _exact_match(text, tokens, seen, kind, requests, rng) for kind in questions(1)}
         say(f"{name}: " + ", ".join(f"{kind} {figure:.3f}" for kind, figure in figures.items()))
 

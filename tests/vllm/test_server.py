@@ -55,6 +55,7 @@ class Server:
                 cwd=HERE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that it can be ended with the engine's processes
                 env=os.environ | {"EYES_DIARY": str(self._diary), "VLLM_LOGGING_LEVEL": "INFO"} | environment,
             )
 
@@ -105,9 +106,9 @@ class Server:
     def close(self) -> None:
         """End it, if it has not ended."""
         self.client.close()
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(LIMIT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(LIMIT_S)
 
 
 @contextlib.contextmanager

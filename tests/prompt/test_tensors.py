@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retinue.errors import EncoderFailed, InvalidInput
-from retinue.prompt.tensors import splice
+from retinue.prompt.tensors import all_finite, splice
 
 IMAGE = 7
 HIDDEN = 4
@@ -112,3 +112,12 @@ def test_a_count_mismatch_is_the_callers_fault(count: int) -> None:
 def test_a_bad_artifact_is_the_encoders_fault_and_is_named(bad: Any, message: str) -> None:
     with pytest.raises(EncoderFailed, match=f"image 2 of 3: its artifact.*{message}"):
         splice([IMAGE] * 3, IMAGE, [artifact(1), bad, artifact(1)], hidden_size=HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_values_whose_sum_is_too_large_are_finite_and_those_that_cancel_are_not(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    assert all_finite(torch.full((300, 300), largest, dtype=dtype))
+    assert all_finite(torch.tensor([largest, -largest], dtype=dtype))
+    assert not all_finite(torch.tensor([torch.inf, -torch.inf, 1.0], dtype=dtype))
+    assert not all_finite(torch.tensor([1.0, torch.nan], dtype=dtype))

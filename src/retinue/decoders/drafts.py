@@ -27,7 +27,7 @@ from retinue.decoders.sampling import choose
 from retinue.decoders.stream import Listener
 from retinue.decoders.text import Detokenizer, StopFilter
 from retinue.errors import EncoderFailed
-from retinue.prompt.tensors import Prompt
+from retinue.prompt.tensors import Prompt, all_finite
 
 __all__ = ["Draft", "write"]
 
@@ -111,7 +111,7 @@ def write(model: TextModel, drafts: Sequence[Draft]) -> None:
     """Write on every draft, a token each at a time, until it is finished or nobody wants it."""
     prompts = {draft: _embed(model, draft) for draft in drafts if draft.wanted}
     for draft, embeds in prompts.items():
-        if not embeds.isfinite().all():
+        if not all_finite(embeds):
             draft.failed = "the prompt's embeddings"
     running = [draft for draft in prompts if draft.wanted]
     if not running:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from retinue.errors import EncoderFailed, InvalidInput
-from retinue.prompt.tensors import Prompt, splice
+from retinue.prompt.tensors import Prompt, all_finite, splice
 
 if TYPE_CHECKING:
     from vllm.inputs import EmbedsPrompt, TokensPrompt
@@ -128,7 +128,7 @@ class EngineModel:
                 f"the prompt's embeddings have shape {tuple(embeds.shape)}, not {(length, self.hidden_size)}"
             )
         embeds = embeds.detach().to("cpu", self.dtype)
-        if not _all_finite(embeds):
+        if not all_finite(embeds):
             raise EncoderFailed(f"the prompt's embeddings are not all finite in {self.dtype}")
         return embeds
 
@@ -136,8 +136,3 @@ class EngineModel:
         return InvalidInput(
             f"{what}; the model's context of {self.context} leaves room for {self.context - 1}"
         )
-
-
-def _all_finite(embeds: Tensor) -> bool:
-    """A sum is finite only if all of its terms are: a tenth of the time that ``isfinite`` takes."""
-    return bool(embeds.sum(dtype=torch.float32).isfinite()) or bool(embeds.isfinite().all())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from retinue.errors import EncoderFailed, InvalidInput
+from retinue.prompt.tensors import all_finite
 
 __all__ = ["PARSED_REQUEST", "Embeds", "rows_of_text"]
 
@@ -61,7 +62,7 @@ class Embeds:
                 f"{what} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
                 f"not (rows, {hidden}) of floating point with 1 row or more"
             )
-        if not tensor.isfinite().all():
+        if not all_finite(tensor):
             raise EncoderFailed(f"{what} has values that are not finite")
         return tensor
 
@@ -85,7 +86,7 @@ def rows_of_text(data: str, width: int) -> Tensor:
         raise InvalidInput(f"its tensor has shape {tuple(rows.shape)}, not (1 or more rows, {width})")
     if rows.nbytes > len(saved):  # an expanded view: a few bytes that would become any amount of memory
         raise InvalidInput(f"its tensor has {rows.nbytes} bytes of values, of which not all were sent")
-    if not rows.isfinite().all():
+    if not all_finite(rows):
         raise InvalidInput("its tensor has values that are not finite")
     return rows
 

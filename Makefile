@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup check test bench docs demo train clean
+VLLM := .venv-vllm/bin
+
+.PHONY: setup check test setup-vllm test-vllm bench docs demo train clean
 
 setup: $(READY)
 
@@ -21,6 +23,20 @@ check: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+setup-vllm: .venv-vllm/ready
+
+# vLLM has its own versions of what we also use, so an environment of its own.
+.venv-vllm/ready: pyproject.toml requirements-vllm.txt
+	@echo "Setting up .venv-vllm: about two and a half gigabytes"
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --upgrade pip
+	$(VLLM)/python -m pip install --progress-bar on --no-deps --requirement requirements-vllm.txt
+	$(VLLM)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-vllm: .venv-vllm/ready
+	$(VLLM)/python -m pytest tests/vllm
 
 bench: $(READY) .bench/ready
 	$(BIN)/python -m benchmarks
@@ -42,4 +58,4 @@ train: $(READY)
 	$(BIN)/python -m retinue.demo.train
 
 clean:
-	rm -rf .venv .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,8 +5,11 @@ Without vLLM they are skipped; ``make test-vllm`` runs them where it is.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
+import subprocess
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,19 @@ if HAS_VLLM:
         warnings.simplefilter("ignore")  # of what is deprecated in PyTorch: for vLLM to mind
         import vllm.v1.engine.async_llm
         import vllm.v1.engine.llm_engine  # noqa: F401
+
+
+def run(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program that may start an engine; whatever it has started ends with it, or at the time limit."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # as it should be
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 class NeedsVllm(pytest.Module):

@@ -206,7 +206,7 @@ def test_the_prefix_cache_tells_pictures_apart_and_knows_them_again(
 def test_a_repetition_penalty_sees_the_prompts_text_and_no_image(
     engine: Engine, model: EngineModel, artifacts: list[Tensor], placeholder_id: int
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=2.0)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=30.0)
     prompt = model.prompt(question(2, placeholder_id), placeholder_id, artifacts[:2])
     beside = engine.add(prompt, LONG)
     tokens = said(engine, prompt, params)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import subprocess
 import sys
 import threading
 import warnings
@@ -24,6 +23,8 @@ from retinue.demo.encoder import CHECKPOINT, DigitsEncoder
 from retinue.demo.prompt import QUESTION
 from retinue.encoder import AsyncVisionEncoder
 
+from .conftest import run
+
 pytestmark = pytest.mark.timeout(180)
 one_loop = pytest.mark.asyncio(loop_scope="module")  # the engine's
 
@@ -34,7 +35,7 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 def test_the_example_answers_concurrent_requests_and_ends_well() -> None:
-    ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=170)
+    ended = run(sys.executable, str(EXAMPLE), timeout_s=170)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     lines = [line.split(": ") for line in ended.stdout.splitlines()]

@@ -105,8 +105,8 @@ def test_a_bad_artifact_is_the_encoders_fault_and_is_named(bad: torch.Tensor, me
 
 def test_values_too_large_for_the_models_dtype_are_the_encoders_fault() -> None:
     half = EngineModel(hidden_size=WIDTH, context=12, vocab_size=10, dtype=torch.float16)
-    with pytest.raises(EncoderFailed, match=r"not (all )?finite in torch\.float16$"):
-        half.prompt([IMAGE], IMAGE, [artifact(1, 70000.0)])
+    with pytest.raises(EncoderFailed, match=r"^image 2 of 2: .* not finite in torch\.float16$"):
+        half.prompt([IMAGE] * 2, IMAGE, [artifact(1), artifact(1, 70000.0)])
 
 
 def test_large_values_are_finite_even_where_their_sum_is_not() -> None:

@@ -10,7 +10,7 @@ This module needs no vLLM: it makes the plain dict that ``EmbedsPrompt`` is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +79,8 @@ class EngineModel:
         text = len(token_ids) - list(token_ids).count(placeholder_id)
         if text >= self.context:  # its length is the caller's to choose: make no embeddings for it
             raise self._too_long(f"the prompt's text alone has {text} tokens")
-        return self.accept(
-            splice(token_ids, placeholder_id, artifacts, hidden_size=self.hidden_size, dtype=self.dtype)
-        )
+        prompt = splice(token_ids, placeholder_id, artifacts, hidden_size=self.hidden_size, dtype=self.dtype)
+        return self._form_of(prompt, lambda: prompt.embeds)  # which ``splice`` has proven
 
     def accept(self, prompt: Prompt) -> EmbedsPrompt | TokensPrompt:
         """Check what ``splice`` or ``Chat.prompt`` made, and give it the form that ``generate`` takes.
@@ -93,6 +92,9 @@ class EngineModel:
         ``InvalidInput``: a prompt that is empty or leaves no room in the context for one new token; an id of
         text outside the vocabulary. ``EncoderFailed``: embeddings of another shape, or not finite.
         """
+        return self._form_of(prompt, lambda: self._checked(prompt.embeds, len(prompt.token_ids)))
+
+    def _form_of(self, prompt: Prompt, embeds: Callable[[], Tensor]) -> EmbedsPrompt | TokensPrompt:
         length = len(prompt.token_ids)
         is_token_ids = [bool(is_text) for is_text in prompt.is_token_ids]
         if length == 0:
@@ -108,7 +110,7 @@ class EngineModel:
         return {
             "prompt_token_ids": token_ids,
             "prompt_is_token_ids": is_token_ids,
-            "prompt_embeds": self._checked(prompt.embeds, length),
+            "prompt_embeds": embeds(),
         }
 
     def _in_vocabulary(self, token_ids: Sequence[int], is_token_ids: Sequence[bool]) -> list[int]:

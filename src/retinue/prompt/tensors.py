@@ -44,8 +44,8 @@ def splice(
     embeddings; None: the artifacts' own, and of several the narrowest that holds them all.
 
     ``InvalidInput``: not as many placeholders as artifacts. ``EncoderFailed``: an artifact of another
-    rank, width or kind, without rows, or with a value that is not finite (one such row makes vLLM answer
-    other requests wrongly, later).
+    rank, width or kind, without rows, or with a value that is not finite in ``dtype`` (one such row makes
+    vLLM answer other requests wrongly, later).
     """
     images = [
         _checked(artifact, hidden_size, name_image(index, len(artifacts)))
@@ -55,6 +55,12 @@ def splice(
     embeds = torch.zeros(len(layout.token_ids), hidden_size, dtype=dtype or _common_dtype(images))
     for image, span in zip(images, layout.spans, strict=True):
         embeds[span.start : span.stop] = image  # copies and casts
+    if not all_finite(embeds):
+        wrong = next(
+            n for n, span in enumerate(layout.spans) if not all_finite(embeds[span.start : span.stop])
+        )
+        what = f"{name_image(wrong, len(images))}: its artifact has values that are not finite"
+        raise EncoderFailed(f"{what} in {embeds.dtype}")
     return Prompt(layout.token_ids, layout.is_token_ids, embeds)
 
 
@@ -71,8 +77,6 @@ def _checked(artifact: Any, hidden_size: int, name: str) -> Tensor:
             f"{name}: its artifact has shape {tuple(image.shape)}, "
             f"not (rows, {hidden_size}) with 1 row or more"
         )
-    if not all_finite(image):
-        raise EncoderFailed(f"{name}: its artifact has values that are not finite")
     return image
 
 

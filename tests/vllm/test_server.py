@@ -254,7 +254,6 @@ def test_text_that_spells_vllms_sentinel_neither_moves_nor_swallows_an_image(
         assert tokenizer.decode(_text_of(seen, tokenizer)).replace(sentinel, stand_in) == tokenizer.decode(
             _text_of(expected, tokenizer)
         )
-    assert ask(server, [text(sentinel), image(of_digit(4)), text(QUESTION)]).choices[0].message.content == "4"
 
 
 def _text_of(seen: Sequence[int], tokenizer: Any) -> list[int]:

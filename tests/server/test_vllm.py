@@ -209,6 +209,7 @@ async def test_the_key_may_be_in_vllms_own_variable(monkeypatch: pytest.MonkeyPa
         {"tools": [{"type": "function", "function": {"name": "f", "description": "a <prompt_embeds> b"}}]},
         {"chat_template_kwargs": {"<prompt_embeds>": 1}},
         {"documents": [{"text": "<prompt_embeds>"}]},
+        {"tools": [{"type": "image_url", "function": {"description": "<prompt_embeds>"}}]},
     ],
 )
 async def test_text_that_vllm_takes_for_an_image_is_refused_in_any_field(fields: dict[str, Any]) -> None:
@@ -219,6 +220,14 @@ async def test_text_that_vllm_takes_for_an_image_is_refused_in_any_field(fields:
         assert (await server.ask([{"type": "text", "text": "<prompt_embeds>"}])).status == 400
         assert (await server.ask([image(), TEXT])).status == 200
     assert len(server.vllm.bodies) == 1
+
+
+async def test_a_request_nested_too_deep_to_be_looked_through_is_a_400() -> None:
+    body = b'{"messages": [], "embeds": ' + b"[" * 900 + b"]" * 900 + b"}"
+    async with running(Vllm()) as server:
+        client = Client(CHAT, body)
+        client.scope["app"] = server.vllm
+        assert (await client.call(server.app)).status == 400
 
 
 async def test_ready_is_both_the_encoder_and_the_engine() -> None:

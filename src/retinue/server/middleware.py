@@ -206,14 +206,15 @@ def _ending(error: BaseException) -> Ending:
 
 
 def _spells(text: str, value: Any) -> bool:
-    """Whether ``text`` is in any string of ``value``, parsed JSON; a part's URL is no text."""
-    if isinstance(value, str):
-        return text in value
-    if isinstance(value, dict):
-        return value.get("type") != "image_url" and any(
-            text in key or _spells(text, of_key) for key, of_key in value.items()
-        )
-    return isinstance(value, list) and any(_spells(text, of_one) for of_one in value)
+    """Whether ``text`` is in any string of ``value``, parsed JSON; what is nested too deep counts."""
+    try:
+        if isinstance(value, str):
+            return text in value
+        if isinstance(value, dict):
+            return any(text in key or _spells(text, of_key) for key, of_key in value.items())
+        return isinstance(value, list) and any(_spells(text, of_one) for of_one in value)
+    except RecursionError:
+        return True
 
 
 def _parsed(body: bytes) -> tuple[Any, Callable[[Any], bytes]]:

@@ -14,7 +14,7 @@ import pytest
 from retinue import AsyncVisionEncoder, EncoderUnavailable, Overloaded, Preprocessed
 from retinue.batching import ThreadedMicroBatcher
 
-from .support import LIMIT_S, Gate, Probe, happened, seen
+from .support import LIMIT_S, Gate, Probe, happened, queued, refusing, seen
 
 
 @contextmanager
@@ -54,7 +54,7 @@ async def test_the_event_loop_is_told_of_a_request_once() -> None:
 async def test_who_leaves_around_the_handing_over_leaves_nothing_to_a_batch(moment: str, way: str) -> None:
     """1 the batcher is busy, 2 a request is handed over, 3 its caller leaves, 4 the batcher goes on."""
     gate, handing, left = Gate(), threading.Event(), threading.Event()
-    backend = Probe(forward=lambda items: gate() if items == ["first"] else None)
+    backend = Probe(refusing(Preprocessed), forward=lambda items: gate() if items == ["first"] else None)
     async with AsyncVisionEncoder(backend, "a model") as encoder:
         first = asyncio.create_task(encoder.encode(["first"]))
         await gate.reached()
@@ -75,7 +75,7 @@ async def test_who_leaves_around_the_handing_over_leaves_nothing_to_a_batch(mome
                 await happened(handing)
                 abandoned.close()
             left.set()
-            assert await asyncio.to_thread(_idle, encoder)
+            await queued(encoder)
         last = asyncio.create_task(encoder.encode(["last"]))
         gate.open()
         assert await first == seen("first")
@@ -86,27 +86,19 @@ async def test_who_leaves_around_the_handing_over_leaves_nothing_to_a_batch(mome
 
 async def test_an_encode_that_is_abandoned_after_the_handing_over_reaches_no_batch() -> None:
     gate = Gate()
-    backend = Probe(forward=lambda items: gate() if items == ["first"] else None)
+    backend = Probe(refusing(Preprocessed), forward=lambda items: gate() if items == ["first"] else None)
     async with AsyncVisionEncoder(backend, "a model") as encoder:
         first = asyncio.create_task(encoder.encode(["first"]))
         await gate.reached()
         abandoned = encoder.encode(["gone"])
         abandoned.send(None)
-        assert await asyncio.to_thread(_idle, encoder)
+        await queued(encoder)
         assert encoder.pending().items == 1
         abandoned.close()
         gate.open()
         assert await first == seen("first")
         assert await encoder.encode(["last"]) == seen("last")
     assert backend.batches == [["first"], ["last"]]
-
-
-def _idle(encoder: AsyncVisionEncoder[Any, Any, Any]) -> bool:
-    """Wait until the pool's one thread has done what it was given."""
-    pool, done = encoder._pool, threading.Event()
-    assert pool is not None
-    pool.submit(done.set)
-    return done.wait(LIMIT_S)
 
 
 async def test_what_is_answered_before_the_handing_over_returns_is_no_problem() -> None:
@@ -143,13 +135,13 @@ async def test_a_key_that_cannot_be_compared_fails_its_request_alone() -> None:
             raise ArithmeticError("no comparing")
 
     gate = Gate()
-    backend = Probe(lambda raw: Preprocessed(raw, key=raw), forward=lambda items: gate())
+    backend = Probe(refusing(lambda raw: Preprocessed(raw, key=raw)), forward=lambda items: gate())
     async with AsyncVisionEncoder(backend, "a model") as encoder:
         first = asyncio.create_task(encoder.encode([Key()]))
         await gate.reached()
         waits = asyncio.create_task(encoder.encode([Key()]))
         await asyncio.sleep(0)
-        assert await asyncio.to_thread(_idle, encoder)
+        await queued(encoder)
         with pytest.raises(ArithmeticError):
             await asyncio.wait_for(encoder.encode([Key()]), LIMIT_S)
         gate.open()

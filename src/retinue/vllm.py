@@ -179,6 +179,11 @@ def serve(model: str, options: Sequence[str], config: Config) -> int:
     except ImportError as error:
         print(f"retinue serve: --engine vllm needs vLLM 0.32 in this environment: {error}", file=sys.stderr)
         return 1
+    try:
+        load_backend(config.encoder)  # now, and not when the engine is up
+    except ValueError as error:
+        print(f"retinue serve: {error}", file=sys.stderr)
+        return 2
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="retinue serve --engine vllm"))
     args = parser.parse_args(["--model", model, "--enable-prompt-embeds", *options])
@@ -186,6 +191,8 @@ def serve(model: str, options: Sequence[str], config: Config) -> int:
         print(f"retinue serve: {problem}", file=sys.stderr)
         return 2
     validate_parsed_serve_args(args)
+    for name in [name for name in os.environ if name.startswith(_PREFIX) and name not in _NOT_OURS]:
+        del os.environ[name]  # the command line alone says how
     os.environ.update(config.to_environment())
     args.middleware.append("retinue.vllm.EncodeImages")
     uvloop.run(run_server(args))

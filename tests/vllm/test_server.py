@@ -373,7 +373,7 @@ def test_the_one_command_serves_and_ends_well(server: Server, tmp_path: Path) ->
         "20",
     ]
     command += ["--", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    with running(command, tmp_path) as other:
+    with running(command, tmp_path, RETINUE_MAX_IMAGES="1") as other:  # the command line alone counts
         other.wait_until_ready()
         assert other.diary == ["built"]
         assert answer(other, 4, 2) == "42"
@@ -435,3 +435,10 @@ def test_options_that_cannot_be_together_are_refused_at_once(
     with running([*command, "--encoder", "eyes:Eyes", "--", *options], tmp_path) as server:
         assert server.wait() == 2
         assert why in server.log
+
+
+def test_an_encoder_that_is_not_there_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    command = [RETINUE, "serve", str(CHECKPOINT), "--engine", "vllm", "--encoder", "eyes:Nobody", "--"]
+    with running(command, tmp_path) as server:
+        assert server.wait() == 2
+        assert "eyes has no VisionEncoderBackend called 'Nobody'" in server.log

@@ -60,7 +60,7 @@ def test_every_public_name_of_the_module_is_exported() -> None:
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert set(errors.__all__) == {
         name for name in classes if issubclass(getattr(errors, name), RetinueError)
-    } | {"HTTP_STATUS"}
+    } | {"BackendLost", "HTTP_STATUS"}
 
 
 def test_overloaded_says_when_to_come_back() -> None:

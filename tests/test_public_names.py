@@ -11,6 +11,7 @@ import retinue
 
 PUBLIC = [
     "AsyncVisionEncoder",
+    "BackendLost",
     "BatchRecord",
     "DeadlineExceeded",
     "EncoderFailed",

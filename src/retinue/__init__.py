@@ -10,6 +10,7 @@ Importing this package imports the standard library alone. What needs more lives
 from retinue.batching import BatchRecord, Observer, Pending, RequestRecord, ThreadedMicroBatcher
 from retinue.encoder import AsyncVisionEncoder, Preprocessed, VisionEncoderBackend, load_backend
 from retinue.errors import (
+    BackendLost,
     DeadlineExceeded,
     EncoderFailed,
     EncoderUnavailable,
@@ -20,6 +21,7 @@ from retinue.errors import (
 
 __all__ = [
     "AsyncVisionEncoder",
+    "BackendLost",
     "BatchRecord",
     "DeadlineExceeded",
     "EncoderFailed",

@@ -14,7 +14,7 @@ try:
     import tyro
 
     from retinue.media import MediaPolicy
-    from retinue.server.limits import EncodeLimits, ServerLimits
+    from retinue.server.limits import EncodeLimits, FailurePolicy, ServerLimits
 except ModuleNotFoundError as error:
     sys.exit(f"the retinue command needs more than the library: pip install 'retinue[serve]' ({error})")
 
@@ -88,6 +88,8 @@ class Serve:
     """How much the server takes on."""
     media: tyro.conf.OmitArgPrefixes[MediaPolicy] = field(default_factory=MediaPolicy)
     """What images may be, and where they may come from."""
+    failures: tyro.conf.OmitArgPrefixes[FailurePolicy] = field(default_factory=FailurePolicy)
+    """What is done about a backend that fails as a whole."""
 
     def __post_init__(self) -> None:
         behind = [self.text_model is not None, self.demo, self.upstream is not None]
@@ -124,7 +126,14 @@ class Serve:
         except ValueError as error:  # an option whose value only its user can judge
             print(f"retinue serve: {error}", file=sys.stderr)
             return 2
-        return serve(stack, "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
+        return serve(
+            stack,
+            "retinue",
+            host=self.host,
+            port=self.port,
+            grace_s=self.grace_s,
+            exit_on_failure=self.failures.exit_on_failure,
+        )
 
     def _run_vllm(self, api_key: str | None, engine_options: Sequence[str]) -> int:
         from retinue.vllm import Config, serve
@@ -141,6 +150,7 @@ class Serve:
             encode_timeout_s=self.limits.request_timeout_s,
             limits=EncodeLimits(**{one.name: getattr(self.limits, one.name) for one in fields(EncodeLimits)}),
             media=self.media,
+            failures=self.failures,
         )
         return serve(self.text_model, [*options, *engine_options], config)
 
@@ -151,7 +161,7 @@ class Serve:
         if self.demo:
             from retinue.demo.serving import demo_stack
 
-            return demo_stack(limits=self.limits, media=self.media, api_key=api_key)
+            return demo_stack(limits=self.limits, media=self.media, failures=self.failures, api_key=api_key)
         assert self.encoder is not None
         return Stack(
             load_backend(self.encoder),
@@ -159,6 +169,7 @@ class Serve:
             self._upstream() if self.upstream is not None else self._embedded(),
             limits=self.limits,
             media=self.media,
+            failures=self.failures,
             api_key=api_key,
             join_timeout_s=self.grace_s,
         )

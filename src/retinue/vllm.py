@@ -9,11 +9,14 @@ server has stopped.
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import prometheus_client
 from starlette.responses import Response
@@ -24,10 +27,12 @@ from retinue.media import MediaPolicy
 from retinue.server.door import bears_one_of
 from retinue.server.front import Front
 from retinue.server.lifespan import live_within
-from retinue.server.limits import EncodeLimits
+from retinue.server.limits import EncodeLimits, FailurePolicy
 from retinue.server.operations import json_response
 
 __all__ = ["Config", "EncodeImages", "serve"]
+
+logger = logging.getLogger("retinue")
 
 _PREFIX = "RETINUE_"
 _NOT_OURS = frozenset(["RETINUE_API_KEY"])  # of ``retinue serve``; vLLM has a key of its own
@@ -47,6 +52,7 @@ class Config:
     """Seconds from a request's last byte until its images are embeddings; beyond it 504."""
     limits: EncodeLimits = field(default_factory=EncodeLimits)
     media: MediaPolicy = field(default_factory=MediaPolicy)
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Config:
@@ -98,7 +104,11 @@ class Config:
         for one in fields(cls):
             if one.default_factory is MISSING:
                 yield "", one.name, False
-        for group, kind in (("limits", EncodeLimits), ("media", MediaPolicy)):
+        for group, kind in (
+            ("limits", EncodeLimits),
+            ("media", MediaPolicy),
+            ("failures", FailurePolicy),
+        ):
             for one in fields(kind):
                 yield group, one.name, isinstance(one.default, tuple)
 
@@ -111,16 +121,21 @@ class EncodeImages:
     untouched, for vLLM to refuse.
     """
 
+    #: 1 once the encoder has failed and the server was told to exit for it.
+    exit_status: ClassVar[int] = 0
+
     def __init__(self, app: ASGIApp) -> None:
         config = Config.from_environment(os.environ)
         sys.path.insert(0, os.getcwd())  # where the backend's module is, as a rule
         self._app = app
         self._model_id = config.encoder_model
+        self._exit_on_failure = config.failures.exit_on_failure
         self._front = Front(
             app,
             load_backend(config.encoder),
             limits=config.limits,
             media=config.media,
+            failures=config.failures,
             encode_timeout_s=config.encode_timeout_s,
             place=_PLACE,
         )
@@ -151,7 +166,16 @@ class EncodeImages:
         await self._front.build(self._model_id or model.model)
         await self._front.try_out()
         self._front.open()
+        if self._exit_on_failure:
+            self._front.readiness.failed.add_done_callback(self._exit)
         prometheus_client.REGISTRY.register(self._front.metrics.registry)
+
+    @classmethod
+    def _exit(cls, failed: concurrent.futures.Future[str]) -> None:
+        """End the server as a signal would, with what is in flight."""
+        logger.error("exits: %s", failed.result())
+        cls.exit_status = 1
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def _stop(self) -> None:
         await self._front.close()
@@ -196,7 +220,7 @@ def serve(model: str, options: Sequence[str], config: Config) -> int:
     os.environ.update(config.to_environment())
     args.middleware.append("retinue.vllm.EncodeImages")
     uvloop.run(run_server(args))
-    return 0
+    return EncodeImages.exit_status
 
 
 def _problem(args: Any) -> str:

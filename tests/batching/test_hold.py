@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from retinue.batching.actor import Actor, Request, State
+from retinue.batching.actor import Actor, State
 from retinue.batching.hold import remaining_hold_s
 from retinue.batching.planner import Limits
+from retinue.batching.request import Request
 from retinue.errors import EncoderUnavailable
 
 from .support import SOON_S, Clock, Echo, Watch

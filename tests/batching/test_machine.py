@@ -68,7 +68,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @initialize(cap=st.none() | st.just(CAP), max_items=st.none() | st.integers(1, 4))
     def begin(self, cap: int | None, max_items: int | None) -> None:
         self.cap, self.max_items = cap, max_items
-        self.hand = ByHand(self.fn, max_batch_cost=cap, max_batch_items=max_items)
+        self.hand = ByHand(self.fn, max_batch_cost=cap, max_batch_items=max_items, may_repeat=False)
 
     # ---- what happens
 

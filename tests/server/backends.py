@@ -12,6 +12,7 @@ import pybase64
 import torch
 
 from retinue.encoder import Preprocessed, VisionEncoderBackend
+from retinue.errors import BackendLost
 from retinue.media import Image
 
 from .asgi import SOON_S
@@ -81,3 +82,10 @@ class Gated(Tags):
     def open(self) -> None:
         """Let it go."""
         self._let.set()
+
+
+class Doomed(Tags):
+    """``Tags`` that is lost with every forward."""
+
+    def forward_batch(self, items: Sequence[int], target_bucket: int | None = None) -> list[torch.Tensor]:
+        raise BackendLost("the device is gone")

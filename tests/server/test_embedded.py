@@ -621,7 +621,7 @@ async def test_a_decoder_that_is_not_loaded_is_a_503() -> None:
     decoder = TransformersDecoder(CHECKPOINT, dtype="float32", device="cpu")
     with serving(EmbeddedApp(decoder, model_name=MODEL)) as served:
         async with client_of(served) as client:
-            with pytest.raises(openai.InternalServerError, match="not loaded") as failed:
+            with pytest.raises(openai.InternalServerError, match="cannot answer now") as failed:
                 await chat(client)
     assert failed.value.status_code == 503
 

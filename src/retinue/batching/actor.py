@@ -1,17 +1,17 @@
 """One thread that owns what ``fn`` needs and runs one batch at a time: on_start, step, step, …, on_stop.
 
-Thread rules
-    ``run`` is the actor thread's whole life; ``step`` runs there only (or by hand in a test).
-    All other public methods may be called from any thread, ``fn`` included.
-    ``_lock`` guards ``_state``, ``_waiting``, ``_asleep``, ``_running_cost``, ``_began_s``, ``_pace`` and
-    every request; it is never held while ``fn``, an observer or an event loop's callback runs.
-    ``_running`` and ``_batches`` belong to the actor thread.
-    A request ends when its ``remaining`` becomes 0, hence once; whoever ends it also tells its caller.
-    Until then each of its works waits, runs or is answered, so that a crash can find them all.
+Where the backend is lost, the thread ends and a fresh one goes on: on_stop on the old, on_start on the new.
 
-The future in a ``Request`` only wakes the caller; the outcome lies beside it. So no exception ever sits in a
-future, where nobody might retrieve it and where StopIteration cannot be put, and each caller raises an
-exception of its own.
+Thread rules
+    ``run`` is a thread's whole life; ``build``, ``step``, ``tear_down`` and ``hand_on`` are what it is made
+    of, and run there only (or by hand in a test). All other public methods may be called from any thread,
+    ``fn`` included.
+    ``_lock`` guards ``_state``, ``_waiting``, ``_retries``, ``_ceilings``, ``_asleep``, ``_running``,
+    ``_began_s``, ``_is_late``, ``_epitaph``, ``_pace`` and every request; it is never held while ``fn``, a
+    backend's hook, an observer or an event loop's callback runs.
+    ``_untold``, ``_batches``, ``_lost`` and ``_rebuilds`` belong to the actor thread.
+    A request ends when its ``remaining`` becomes 0, hence once; whoever ends it also tells its caller.
+    Until then each of its works waits, runs, is to be run again or is answered: a crash can find them all.
 """
 
 from __future__ import annotations
@@ -19,37 +19,54 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from retinue.batching.hold import remaining_hold_s
+from retinue.batching.isolation import Piece, Retries
+from retinue.batching.memory import Ceilings, is_out_of_memory
 from retinue.batching.outcome import (
+    WORDS,
+    Refused,
+    Words,
     call_failed,
-    crashed,
+    describe,
     forget_frames,
     log_error,
     one_per_item,
+    refused,
     shut_down,
     start_error,
+    too_late,
+    unavailable,
 )
 from retinue.batching.pace import Pace
-from retinue.batching.planner import Limits, Plan, Waiting, Work
-from retinue.batching.records import BatchRecord, Observer, Pending, RequestRecord
-from retinue.errors import EncoderUnavailable, InvalidInput, Overloaded, RetinueError
+from retinue.batching.planner import Limits, Waiting, Work
+from retinue.batching.records import BatchRecord, LifeRecord, Observer, Outcome, Pending
+from retinue.batching.request import Request
+from retinue.batching.tracing import Trace, Tracer
+from retinue.errors import BackendLost, EncoderUnavailable, InvalidInput, Overloaded, RetinueError
+
+logger = logging.getLogger("retinue")
 
 
 class State(Enum):
-    """The life of an actor; it only ever moves down this list."""
+    """The life of an actor; it only ever moves down this list, except from ``STUCK`` back to ``RUNNING``."""
 
     NEW = "new"
     STARTING = "starting"
-    RUNNING = "running"
+    RUNNING = "running"  # also while a lost backend is built again
+    STUCK = "stuck"  # takes none until the late call ends
     DRAINING = "draining"  # takes no more, serves what waits
     CLOSED = "closed"
     FAILED = "failed"
@@ -67,49 +84,33 @@ class Asleep(Enum):
 _RUNNING = State.RUNNING
 _AWAKE, _IDLE, _HOLDING = Asleep
 
-Outcome: TypeAlias = Literal["ok", "failed"]
+
+def is_lost(error: BaseException) -> bool:
+    """Whether ``error`` says that the backend must be built again; what a backend may override."""
+    return isinstance(error, BackendLost)
 
 
-class Request:
-    """One ``submit``. It ends once: with all results, with an ``error``, or because its caller left."""
+@dataclass(frozen=True)
+class Recovery:
+    """What is done about failures; ``ThreadedMicroBatcher`` and ``VisionEncoderBackend`` document it."""
 
-    # Filled in by ``Actor.enqueue``: an ``__init__`` would be a tenth of what a request costs.
-    __slots__ = ("error", "first", "future", "keys", "loop", "remaining", "results", "trace")
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[None]
-    keys: Sequence[Hashable] | None
-    results: list[Any]
-    remaining: int  # results still to come; 0 once it has ended
-    error: RetinueError | None
-    first: int  # the arrival of its first item; the others follow without a gap
-    trace: Trace | None
-
-    @classmethod
-    def to_wake(cls, future: asyncio.Future[None]) -> Request:
-        """A request that is not queued yet, nor has it ended; ``future`` is what its caller waits for."""
-        request = cls()
-        request.loop, request.future = future.get_loop(), future
-        request.remaining, request.error = 0, None
-        return request
+    may_repeat: bool = True
+    is_out_of_memory: Callable[[BaseException], bool] = is_out_of_memory
+    release_memory: Callable[[], object] | None = None
+    is_fatal: Callable[[BaseException], bool] = is_lost
+    max_rebuilds: int = 3
+    rebuild_window_s: float = 300.0
+    forward_timeout_s: float | None = None
 
 
-class Trace:
-    """When a request came and what became of it; kept only where somebody asks."""
-
-    __slots__ = ("ahead_cost", "ahead_items", "arrived_s", "batches", "claimed_s", "cost")
-
-    def __init__(self, cost: int, arrived_s: float, waiting: Waiting) -> None:
-        self.cost = cost
-        self.arrived_s = arrived_s
-        self.ahead_items = len(waiting)
-        self.ahead_cost = waiting.cost
-        self.claimed_s: float | None = None
-        self.batches: list[int] = []
+RECOVERY = Recovery()
 
 
 class Actor:
-    """Runs ``fn`` on batches of what was enqueued; ``ThreadedMicroBatcher`` is its public face."""
+    """Runs ``fn`` on batches of what was enqueued; ``ThreadedMicroBatcher`` is its public face.
+
+    ``respawn``: starts a fresh thread that calls ``run``; without it a lost backend is not built again.
+    """
 
     def __init__(
         self,
@@ -120,11 +121,14 @@ class Actor:
         on_stop: Callable[[], object] | None = None,
         max_wait_s: float = 0.0,
         max_pending_cost: int | None = None,
+        recovery: Recovery = RECOVERY,
+        respawn: Callable[[], object] | None = None,
         observer: Observer | None = None,
+        words: Words = WORDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.started: Future[None] = Future()  # settles when on_start has run
-        self.stopped: Future[None] = Future()  # settles as the thread's last act
+        self.stopped: Future[None] = Future()  # settles as the last thread's last act
         for milestone in (self.started, self.stopped):
             milestone.set_running_or_notify_cancel()  # no waiter can cancel it for the others
         self._fn = fn
@@ -133,21 +137,31 @@ class Actor:
         self._on_stop = on_stop
         self._max_wait_s = max_wait_s
         self._max_pending_cost = max_pending_cost
-        self._observer = observer
+        self._recovery = recovery
+        self._respawn = respawn
+        self._words = words
         self._clock = clock
+        self._tracer = Tracer(observer, clock)
         self._is_traced = observer is not None or max_wait_s > 0
         self._lock = threading.Lock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._state = State.NEW
         self._waiting = Waiting()
+        self._retries = Retries()
+        self._ceilings = Ceilings()
         self._abandoned: collections.deque[Request] = collections.deque()
-        self._running: Sequence[Work] = ()  # until their callers have been told
-        self._running_cost = 0
+        self._running: Piece | None = None  # until it is answered, or is to be run again
         self._began_s: float | None = None  # when the running call did
+        self._is_late = False  # its callers were answered for it
+        self._untold: Sequence[Request] = ()  # ended, and not told yet
         self._pace = Pace()
         self._batches = 0
         self._asleep: Asleep = _AWAKE
         self._alarm: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread_id = 0
+        self._lost: BaseException | None = None
+        self._epitaph = ""  # why it failed, or will unless the backend is built again
+        self._rebuilds: collections.deque[float] = collections.deque()  # when, within the window
 
     # ---- any thread
 
@@ -156,6 +170,11 @@ class Actor:
         """Where in its life the actor is."""
         with self._lock:
             return self._state
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the backend is, until it has been built again."""
+        return self._lost is not None
 
     def begin(self) -> bool:
         """Claim the right to run it; True for the first caller only."""
@@ -168,15 +187,15 @@ class Actor:
     def give_up(self) -> None:
         """Its thread could not be started."""
         with self._lock:
-            self._state = State.FAILED
-        self.started.set_exception(EncoderUnavailable("the batching thread could not be started"))
+            self._state, self._epitaph = State.FAILED, "the batching thread could not be started"
+        self.started.set_exception(EncoderUnavailable(self._epitaph))
         self.stopped.set_result(None)
 
     def lose_thread(self) -> None:
         """In a forked child: the thread stayed with the parent, so nobody serves requests here."""
         self._lock = threading.Lock()  # a thread that is not here may hold the other
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._state = State.FAILED
+        self._state, self._epitaph = State.FAILED, "the batching thread stayed with the parent process"
         if not self.stopped.done():
             self.stopped.set_result(None)
 
@@ -191,19 +210,20 @@ class Actor:
         """Raise ``EncoderUnavailable`` unless requests are taken."""
         with self._lock:
             if self._state is not State.RUNNING:
-                raise _refusal(self._state)
+                raise self._refusal()
 
     def pending(self) -> Pending:
         """What was accepted and is not answered yet."""
         with self._lock:
-            waiting, now_s = self._waiting, self._clock()
+            waiting, retries, now_s = self._waiting, self._retries, self._clock()
             traced = self._is_traced and bool(waiting)
             return Pending(
-                items=len(waiting),
-                cost=waiting.cost,
+                items=len(waiting) + len(retries),
+                cost=waiting.cost + retries.cost,
                 oldest_wait_s=now_s - waiting.oldest()[2].trace.arrived_s if traced else None,
-                running_cost=self._running_cost,
+                running_cost=self._running_cost(),
                 running_s=None if self._began_s is None else now_s - self._began_s,
+                cost_ceiling=self._ceilings.lowest(),
             )
 
     def enqueue(
@@ -232,7 +252,7 @@ class Actor:
         self._acquire()  # not ``with``, which costs twice as much, here where it shows
         try:
             if self._state is not _RUNNING:
-                raise _refusal(self._state)
+                raise self._refusal()
             if self._max_pending_cost is not None:
                 self._make_sure_of_room(sum(costs) if costs else count, self._max_pending_cost)
             if self._is_traced:
@@ -243,7 +263,7 @@ class Actor:
             else:
                 self._add_all(request, items, costs)
             wake = self._asleep is not _AWAKE and (
-                self._asleep is _IDLE or waiting.fills_a_batch(self._limits)
+                self._asleep is _IDLE or waiting.fills_a_batch(self._limits, self._ceilings)
             )
             if wake:
                 self._asleep = _AWAKE
@@ -259,7 +279,7 @@ class Actor:
                 f"the request costs {cost}, which exceeds max_pending_cost={bound}; "
                 f"it would need max_pending_cost={cost}"
             )
-        pending = self._waiting.cost + self._running_cost
+        pending = self._waiting.cost + self._retries.cost + self._running_cost()
         if (excess := pending + cost - bound) > 0:
             raise Overloaded(
                 f"a cost of {pending} is pending and the request costs {cost}, "
@@ -282,7 +302,7 @@ class Actor:
         with self._lock:
             left = [request] if request.remaining else []
             self._end(request)
-        self._report_requests(left, "left")
+        self._tracer.requests(left, left=True)
 
     def abandon(self, request: Request) -> None:
         """``withdraw`` for the garbage collector, which may run in a thread that holds the lock."""
@@ -297,87 +317,177 @@ class Actor:
             self._state = State.DRAINING if drain else State.CLOSED
             failed = [] if drain else self._fail(self._drop_waiting(), shut_down)
         self._alarm.put(None)
-        self._tell(failed)
-        self._report_requests(failed, "failed")
+        self._announce(failed)
+
+    def watch(self) -> float | None:
+        """Answer for a call that is late; how many seconds later to look again, None if no call can be late.
+
+        Whoever calls this whenever it says so finds each late call the moment that it is.
+        """
+        timeout_s = self._recovery.forward_timeout_s
+        if timeout_s is None:
+            return None
+        with self._lock:
+            if self._began_s is None or self._is_late:
+                return timeout_s
+            left_s = self._began_s + timeout_s - self._clock()
+            if left_s > 0:
+                return left_s
+            self._is_late = True
+            self._epitaph = f"a call has been running for more than forward_timeout_s={timeout_s:g}"
+            if self._state is _RUNNING:
+                self._state = State.STUCK
+            dropped = self._drop_waiting()
+            ended = self._blame(
+                self._running.works if self._running else (),
+                lambda what, _: too_late(what, self._words.call, timeout_s),
+            )
+            ended += self._fail(dropped, partial(unavailable, self._epitaph))
+            record = LifeRecord("stuck", self._epitaph)
+        with contextlib.suppress(Exception):
+            logger.error("%s:\n%s", record.reason, _stack(self._thread_id))
+        self._announce(ended)
+        self._tracer.life(record)
+        return timeout_s
 
     # ---- the actor thread
 
     def run(self) -> None:
-        """Be started, serve until closed, be stopped; this is the thread's whole life."""
+        """A thread's whole life: build, serve until closed or lost, tear down. A fresh one may go on."""
+        goes_on = False
         try:
-            if self._start():
+            if self.build():
                 self._serve()
-        finally:
-            self.stopped.set_result(None)
-
-    def step(self) -> bool:
-        """Plan one batch from all that waits now, run it and answer it; False if nothing waited."""
-        with self._lock:
-            plan, left, claimed_s = self._claim()
-        self._report_requests(left, "left")
-        if plan is None:
-            return False
-        self._batches += 1
-        works = plan.works
-        bucket = self._limits.rung(plan.cost)
-        self._trace(works, claimed_s)
-        results, error = self._call([work[0] for work in works], bucket)
-        duration_s = self._clock() - claimed_s
-        if error is not None:
-            forget_frames(error)
-        with self._lock:
-            self._running_cost, self._began_s = 0, None
-            self._pace.note(plan.cost, duration_s)
-            if error is None:
-                ended = self._hand_over(works, results)
+                goes_on = self.hand_on()  # first, so that nobody waits for a close in vain
+                self.tear_down()
             else:
-                ended = self._fail(works, partial(call_failed, error))
-        self._tell(ended)
-        self._running = ()
-        if self._observer is not None:
-            outcome: Outcome = "ok" if error is None else "failed"
-            self._report_batch(plan, bucket, claimed_s, duration_s, outcome)
-            self._report_requests(ended, outcome)
-        # Whoever keeps a frame of fn, as a traceback does, keeps this frame too; not the batch with it.
-        del plan, left, works, results, error, ended
-        return True
+                goes_on = self.hand_on()
+        finally:
+            if not goes_on:
+                self.stopped.set_result(None)
 
-    def _start(self) -> bool:
-        """Run ``on_start`` and settle ``started``; False if ``on_start`` failed."""
+    def bury(self, reason: str) -> None:
+        """In place of ``run``: the thread before this one does not end, so nothing can be built again."""
+        with self._lock:
+            self._epitaph = reason
+        self._give_up(self._lost)
+        self.stopped.set_result(None)
+
+    def build(self) -> bool:
+        """Run ``on_start``, and settle ``started`` if it is the first; False if there is nothing to serve."""
+        is_first = not self.started.done()
+        if not is_first and self.state is State.CLOSED:
+            self._lost = None
+            return False
         try:
             if self._on_start is not None:
                 self._on_start()
         except BaseException as error:
-            with self._lock:
-                self._state = State.FAILED
-            self.started.set_exception(start_error(error))
+            if is_first:
+                with self._lock:
+                    self._state, self._epitaph = State.FAILED, f"on_start failed: {describe(error)}"
+                self.started.set_exception(start_error(error))
+            else:
+                self._lose(error, "the backend was lost and could not be built again")
             return False
-        if self.open():
+        if not is_first:
+            self._lost = None
+            with self._lock:
+                self._epitaph = ""
+            logger.warning("the backend was built again")
+            self._tracer.life(LifeRecord("rebuilt", ""))
+        elif self.open():
             self.started.set_result(None)
         else:
             self.started.set_exception(EncoderUnavailable("shut down during start()"))
         return True
 
+    def step(self) -> bool:
+        """Run one batch of what waits now, or a piece of one that failed; False if there was none."""
+        with self._lock:
+            piece, left, self._untold, claimed_s = self._claim()
+        self._tracer.requests(left, left=True)
+        self._announce(self._untold)
+        self._untold = ()
+        if piece is None:
+            return False
+        self._batches += 1
+        works = piece.works
+        bucket = self._limits.rung(piece.cost)
+        self._tracer.claimed(works, self._batches, claimed_s)
+        results, error, verdict = self._call([work[0] for work in works], bucket)
+        duration_s = self._clock() - claimed_s
+        if error is not None:
+            forget_frames(error)
+        with self._lock:
+            self._running = self._began_s = None
+            self._pace.note(piece.cost, duration_s)
+            self._untold = self._settle(piece, results, error, verdict)
+            was_late, self._is_late = self._is_late, False
+            if self._state is State.STUCK:
+                self._state = _RUNNING
+        self._tell(self._untold)
+        if self._tracer:
+            self._report_batch(piece, bucket, claimed_s, duration_s, "late" if was_late else verdict)
+            self._tracer.requests(self._untold)
+        self._untold = ()
+        if was_late:
+            self._tracer.life(LifeRecord("back", f"the late call ended after {duration_s:g} s"))
+        if error is not None:
+            self._mend(error, verdict)
+        # Whoever keeps a frame of fn, as a traceback does, keeps this frame too; not the batch with it.
+        del piece, left, works, results, error
+        return True
+
+    def tear_down(self) -> None:
+        """Run ``on_stop``."""
+        try:
+            if self._on_stop is not None:
+                self._on_stop()
+        except BaseException as error:
+            log_error("on_stop raised", error)
+
+    def hand_on(self) -> bool:
+        """After the loss of the backend: let a fresh thread build it again, or give up and return False."""
+        if self._lost is None:
+            return False
+        with self._lock:
+            if self._state is State.DRAINING and not (self._waiting or self._retries):
+                self._state = State.CLOSED
+            if self._state is State.CLOSED:
+                return False
+        try:
+            if self._may_rebuild() and self._respawn is not None:
+                self._respawn()
+                return True
+        except BaseException as error:  # no thread to be had, or the interpreter exits
+            log_error("no thread for building the backend again", error)
+        self._give_up(self._lost)
+        return False
+
+    def _may_rebuild(self) -> bool:
+        """Whether one more rebuild is allowed now; counts it."""
+        rebuilds, now_s = self._rebuilds, self._clock()
+        while rebuilds and rebuilds[0] <= now_s - self._recovery.rebuild_window_s:
+            rebuilds.popleft()
+        if len(rebuilds) >= self._recovery.max_rebuilds:
+            return False
+        rebuilds.append(now_s)
+        return True
+
     def _serve(self) -> None:
         try:
-            while self._wait_for_work():
+            while self._lost is None and self._wait_for_work():
                 self.step()
         except BaseException as error:
             self._crash(error)
-            log_error("the batching thread crashed", error)
-        finally:
-            try:
-                if self._on_stop is not None:
-                    self._on_stop()
-            except BaseException as error:
-                log_error("on_stop raised", error)
 
     def _wait_for_work(self) -> bool:
         """Sleep until a batch is due (True) or there is nothing left to serve (False)."""
         while True:
             with self._lock:
                 self._asleep = _AWAKE
-                if self._abandoned:
+                if self._abandoned or self._retries:
                     return True
                 if self._state is State.DRAINING and not self._waiting:
                     self._state = State.CLOSED
@@ -399,42 +509,186 @@ class Actor:
         return remaining_hold_s(
             oldest_wait_s=self._clock() - self._waiting.oldest()[2].trace.arrived_s,
             max_wait_s=self._max_wait_s,
-            full=self._waiting.fills_a_batch(self._limits),
+            full=self._waiting.fills_a_batch(self._limits, self._ceilings),
         )
 
-    def _claim(self) -> tuple[Plan | None, list[Request], float]:
-        """Make the next batch the running one, from now on; also, the requests whose callers have left."""
+    def _claim(self) -> tuple[Piece | None, list[Request], list[Request], float]:
+        """Make the next piece the running one, from now on.
+
+        Also, the requests whose callers have left, and those that this ends.
+        """
         left: list[Request] = []
+        failed: list[Request] = []
         while self._abandoned:
-            request = self._abandoned.popleft()
-            if request.remaining:
-                self._end(request)
-                left.append(request)
+            self._let_go(self._abandoned.popleft(), left)
+        while self._retries:
+            for piece in self._retries.take_unproven():
+                failed += self._fail_unproven(piece)
+            if self._retries:
+                again = self._retries.take(partial(self._is_live, left), self._ceilings.of)
+                if again is not None:
+                    return again, left, failed, self._claimed(again)
         while self._waiting:
-            plan = self._waiting.plan(self._limits)
+            plan = self._waiting.plan(self._limits, self._ceilings)
             cancelled = {work[2] for work in plan.works if work[2].future.cancelled()}
             if not cancelled:
-                self._running = plan.works
-                self._running_cost = plan.cost
                 self._waiting.claim(plan)
-                self._began_s = now_s = self._clock()
-                return plan, left, now_s
+                piece = Piece(plan.key, plan.works, plan.cost)
+                return piece, left, failed, self._claimed(piece)
             for request in cancelled:  # its caller has not yet heard of it
-                self._end(request)
-                left.append(request)
-        return None, left, 0.0
+                self._let_go(request, left)
+        return None, left, failed, 0.0
 
-    def _call(self, items: list[Any], bucket: int | None) -> tuple[Sequence[Any], BaseException | None]:
+    def _claimed(self, piece: Piece) -> float:
+        self._running = piece
+        self._thread_id = threading.get_ident()
+        self._began_s = now_s = self._clock()
+        return now_s
+
+    def _running_cost(self) -> int:
+        return 0 if self._running is None else self._running.cost
+
+    def _is_live(self, left: list[Request], work: Work) -> bool:
+        request: Request = work[2]
+        if request.remaining and request.future.cancelled():
+            self._let_go(request, left)
+        return bool(request.remaining)
+
+    def _let_go(self, request: Request, left: list[Request]) -> None:
+        if request.remaining:
+            self._end(request)
+            left.append(request)
+
+    def _call(
+        self, items: list[Any], bucket: int | None
+    ) -> tuple[Sequence[Any], BaseException | None, Outcome]:
         """What ``fn`` returned for ``items``, one result each, or what it raised."""
         expected = len(items)
         try:
             results = self._fn(items) if bucket is None else self._fn(items, target_bucket=bucket)
-            return one_per_item(results, expected), None
+            return one_per_item(results, expected, self._words.call), None, "ok"
         except BaseException as error:  # SystemExit too: the caller's process is not fn's to end
             log_error(f"a call with {expected} items failed", error)
-            return (), error
+            return (), error, self._outcome(error)
+
+    def _outcome(self, error: BaseException) -> Outcome:
+        try:
+            if self._recovery.is_fatal(error):
+                return "lost"
+            if self._recovery.is_out_of_memory(error):
+                return "out_of_memory"
+        except Exception as raised:
+            log_error("is_fatal or is_out_of_memory raised", raised)
+        return "failed"
+
+    def _mend(self, error: BaseException, verdict: Outcome) -> None:
+        """Do what the backend needs after this failure before it can serve again."""
+        if verdict == "lost":
+            self._lose(error, "the backend was lost")
+        elif verdict == "out_of_memory" and self._recovery.release_memory is not None:
+            try:
+                self._recovery.release_memory()
+            except Exception as raised:
+                log_error("release_memory raised", raised)
+
+    def _lose(self, error: BaseException, how: str) -> None:
+        """The backend cannot serve before it is built again."""
+        forget_frames(error)
+        self._lost = error
+        with self._lock:
+            self._epitaph = f"{how}: {describe(error)}"
+            record = LifeRecord("lost", self._epitaph)
+        log_error(how, error)
+        self._tracer.life(record)
+
+    def _crash(self, error: BaseException) -> None:
+        """The machinery itself failed: what it was about to run is run by the thread that goes on, if any."""
+        forget_frames(error)
+        with self._lock:
+            piece, self._running, self._began_s = self._running, None, None
+            failed = [] if piece is None else self._recover(piece, error, "lost")
+        self._tell(self._untold)  # maybe once more
+        self._untold = ()
+        self._announce(failed)
+        self._lose(error, "the batching thread crashed")
+
+    def _give_up(self, cause: BaseException | None) -> None:
+        """The backend is not built again: end every live request, for there is nobody left to serve it."""
+        with self._lock:
+            self._state = State.FAILED
+            if self._rebuilds:
+                self._epitaph += (
+                    f" (built again {len(self._rebuilds)} times within "
+                    f"rebuild_window_s={self._recovery.rebuild_window_s:g}: max_rebuilds is spent)"
+                )
+            record = LifeRecord("failed", self._epitaph)
+            failed = self._fail(self._drop_waiting(), partial(unavailable, self._epitaph, cause))
+        self._announce(failed)
+        self._tracer.life(record)
 
     # ---- endings: under the lock
+
+    def _settle(
+        self, piece: Piece, results: Sequence[Any], error: BaseException | None, verdict: Outcome
+    ) -> list[Request]:
+        """What becomes of ``piece`` now that its call has ended; return the requests that this ends."""
+        if error is not None:
+            ended = self._recover(piece, error, verdict)
+        else:
+            ended = self._hand_over(piece.works, results)
+            self._retries.succeeded()
+            if self._ceilings:
+                self._ceilings.succeeded(piece.key, piece.cost)
+        if not self._retries:
+            self._ceilings.settled()
+        return ended
+
+    def _recover(self, piece: Piece, error: BaseException, verdict: Outcome) -> list[Request]:
+        """Have run again of a failed ``piece`` what may be; return the requests that this ends."""
+        may_repeat = self._recovery.may_repeat and self._state is not State.CLOSED
+        if verdict == "lost":
+            if may_repeat and not piece.was_lost:
+                self._retries.again(piece._replace(was_lost=True))
+                return []
+            return self._fail_piece(piece, error, "the backend was lost with it in flight; ")
+        if verdict == "out_of_memory":
+            if len(piece.works) > 1:
+                self._ceilings.failed(piece.key, piece.cost)
+                if may_repeat:
+                    self._retries.again(piece)
+                    return []
+            else:
+                self._ceilings.failed_alone(piece.key)
+            return self._fail_piece(piece, error, f"out of memory at a cost of {piece.cost}; ")
+        if may_repeat and self._retries.split(piece, error):
+            return []
+        return self._fail_piece(piece, error)
+
+    def _fail_piece(self, piece: Piece, error: BaseException, why: str = "") -> list[Request]:
+        call = self._words.call
+        return self._blame(
+            piece.works, lambda what, position: call_failed(f"{what}: {why}", error, call, position)
+        )
+
+    def _fail_unproven(self, piece: Piece) -> list[Request]:
+        assert piece.isolation is not None
+        return self._fail_piece(piece, piece.isolation.error, "no call was left to show it to be good; ")
+
+    def _blame(
+        self, works: Iterable[Work], error: Callable[[str, int | None], RetinueError]
+    ) -> list[Request]:
+        """``_fail`` with errors that name the request's own items among ``works``."""
+        places: dict[Request, list[int]] = {}
+        for _, _, request, index in works:
+            places.setdefault(request, []).append(index)
+        ended = []
+        for request, indices in places.items():
+            if request.remaining:
+                what = self._words.place(indices, len(request.results))
+                request.error = error(what, indices[0] if len(indices) == 1 else None)
+                self._end(request)
+                ended.append(request)
+        return ended
 
     def _end(self, request: Request) -> None:
         """End ``request``, if it has not ended, without its results; what waits of it waits no more."""
@@ -456,8 +710,9 @@ class Actor:
 
     def _drop_waiting(self) -> list[Work]:
         """Let nothing wait any more, without a look at any key; return what did."""
-        works = self._waiting.works()
-        self._waiting = Waiting()
+        works = [*self._retries.drop(), *self._waiting.works()]
+        arrivals, self._waiting = self._waiting.arrivals, Waiting()
+        self._waiting.arrivals = arrivals
         return works
 
     def _hand_over(self, works: Iterable[Work], results: Sequence[Any]) -> list[Request]:
@@ -466,22 +721,17 @@ class Actor:
         for (_, _, request, index), result in zip(works, results, strict=True):
             remaining = request.remaining
             if remaining:
+                if type(result) is Refused:
+                    what = self._words.place([index], len(request.results))
+                    request.error = refused(what, result, index)
+                    self._end(request)
+                    ended.append(request)
+                    continue
                 request.results[index] = result
                 request.remaining = remaining = remaining - 1
                 if not remaining:
                     ended.append(request)
         return ended
-
-    def _crash(self, cause: BaseException) -> None:
-        """The machinery itself failed: end every live request, for there is nobody left to serve it."""
-        forget_frames(cause)
-        with self._lock:
-            self._state = State.FAILED
-            works = [*self._running, *self._drop_waiting()]
-            failed = self._fail(works, partial(crashed, cause))
-        self._tell(request for _, _, request, _ in works)  # also those that had ended, but were not told
-        self._running = ()
-        self._report_requests(failed, "failed")
 
     # ---- telling
 
@@ -498,55 +748,37 @@ class Actor:
             with contextlib.suppress(RuntimeError):  # the loop is closed: its callers are gone
                 loop.call_soon_threadsafe(_wake, futures)
 
-    def _trace(self, works: Iterable[Work], claimed_s: float) -> None:
-        if self._observer is not None:
-            for request in {work[2] for work in works}:
-                request.trace.batches.append(self._batches)
-                if request.trace.claimed_s is None:
-                    request.trace.claimed_s = claimed_s
+    def _announce(self, ended: Sequence[Request]) -> None:
+        self._tell(ended)
+        self._tracer.requests(ended)
 
     def _report_batch(
-        self, plan: Plan, bucket: int | None, claimed_s: float, duration_s: float, outcome: Outcome
+        self, piece: Piece, bucket: int | None, claimed_s: float, duration_s: float, outcome: Outcome
     ) -> None:
-        record = BatchRecord(
-            id=self._batches,
-            items=len(plan.works),
-            requests=len({work[2] for work in plan.works}),
-            cost=plan.cost,
-            key=plan.key,
-            bucket=bucket,
-            oldest_wait_s=claimed_s - plan.works[0][2].trace.arrived_s,
-            duration_s=duration_s,
-            outcome=outcome,
+        works = piece.works
+        self._tracer.batch(
+            BatchRecord(
+                id=self._batches,
+                items=len(works),
+                requests=len({work[2] for work in works}),
+                cost=piece.cost,
+                key=piece.key,
+                bucket=bucket,
+                oldest_wait_s=claimed_s - works[0][2].trace.arrived_s,
+                duration_s=duration_s,
+                outcome=outcome,
+                is_retry=piece.is_retry,
+            )
         )
-        self._observe(record)
 
-    def _report_requests(self, requests: Iterable[Request], outcome: Literal["ok", "failed", "left"]) -> None:
-        for request in requests:
-            trace = request.trace
-            if trace is not None:
-                claimed_s = trace.claimed_s
-                record = RequestRecord(
-                    items=len(request.results),
-                    cost=trace.cost,
-                    ahead_items=trace.ahead_items,
-                    ahead_cost=trace.ahead_cost,
-                    batches=tuple(trace.batches),
-                    wait_s=None if claimed_s is None else claimed_s - trace.arrived_s,
-                    total_s=self._clock() - trace.arrived_s,
-                    outcome=outcome,
-                )
-                self._observe(record)
+    # ---- refusals
 
-    def _observe(self, record: BatchRecord | RequestRecord) -> None:
-        if self._observer is not None:
-            try:
-                if isinstance(record, BatchRecord):
-                    self._observer.on_batch(record)
-                else:
-                    self._observer.on_request(record)
-            except Exception as error:
-                log_error("an observer raised", error)
+    def _refusal(self) -> EncoderUnavailable:
+        if self._state in (State.NEW, State.STARTING):
+            return unavailable("submit() before start()")
+        if self._state in (State.FAILED, State.STUCK):
+            return unavailable(f"submit() after a failure: {self._epitaph}")
+        return unavailable("submit() after shutdown()")
 
 
 def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
@@ -558,9 +790,7 @@ def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
             pass
 
 
-def _refusal(state: State) -> EncoderUnavailable:
-    if state in (State.NEW, State.STARTING):
-        return EncoderUnavailable("submit() before start()")
-    if state is State.FAILED:
-        return EncoderUnavailable("submit() after a crash: on_start failed or the batching thread died")
-    return EncoderUnavailable("submit() after shutdown()")
+def _stack(thread_id: int) -> str:
+    """Where that thread is now."""
+    frame = sys._current_frames().get(thread_id)
+    return "(its thread has ended)" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

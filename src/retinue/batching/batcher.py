@@ -14,10 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from retinue.batching import exit_hook
-from retinue.batching.actor import Actor, Request, State
-from retinue.batching.outcome import forget_frames, logger
+from retinue.batching.actor import Actor, Recovery, State, is_lost
+from retinue.batching.memory import is_out_of_memory
+from retinue.batching.outcome import WORDS, Words, forget_frames, logger
 from retinue.batching.planner import Limits, positive_int
 from retinue.batching.records import Observer, Pending
+from retinue.batching.request import Request
 from retinue.errors import InvalidInput
 
 ItemT = TypeVar("ItemT")
@@ -37,6 +39,15 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
     once, if ``on_start`` succeeded, and what it raises is logged.
     ``max_wait_s``: how long an item may wait for company while the thread is free; 0 is eager.
     ``max_pending_cost``: the most that may wait and run; beyond it ``submit`` refuses. None for no bound.
+    ``may_repeat``: whether items of a call that failed may go through ``fn`` again: a failed batch of several
+    requests is then split, so that only those items fail that fail on their own.
+    ``is_out_of_memory(error)``: whether a batch is to be run again in smaller parts, after
+    ``release_memory()`` on the thread; the default knows torch, CUDA and onnxruntime.
+    ``is_fatal(error)``: whether ``on_stop`` and, on a fresh thread, ``on_start`` must run before the next
+    call; the default is whether it is ``BackendLost``. That is done ``max_rebuilds`` times within
+    ``rebuild_window_s`` at most, after which all requests get ``EncoderUnavailable``.
+    ``forward_timeout_s``: how long a call may run before its callers get ``DeadlineExceeded``, and others,
+    until it ends, ``EncoderUnavailable``; None for ever.
     ``observer``: gets a record of each batch and request (see ``retinue.batching.records``).
     ``join_timeout_s``: how long ``shutdown``, ``aclose`` and the interpreter's exit wait for a running call.
     """
@@ -52,9 +63,17 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         on_stop: Callable[[], object] | None = None,
         max_wait_s: float = 0.0,
         max_pending_cost: int | None = None,
+        may_repeat: bool = True,
+        is_out_of_memory: Callable[[BaseException], bool] = is_out_of_memory,
+        release_memory: Callable[[], object] | None = None,
+        is_fatal: Callable[[BaseException], bool] = is_lost,
+        max_rebuilds: int = 3,
+        rebuild_window_s: float = 300.0,
+        forward_timeout_s: float | None = None,
         observer: Observer | None = None,
         name: str = "micro-batcher",
         join_timeout_s: float = 10.0,
+        _words: Words = WORDS,
     ) -> None:
         self._limits = Limits(max_batch_cost, max_batch_items, tuple(buckets or ()))
         self._name = name
@@ -66,10 +85,21 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             on_stop=on_stop,
             max_wait_s=_seconds(max_wait_s, "max_wait_s"),
             max_pending_cost=pending_bound(max_pending_cost),
+            recovery=Recovery(
+                may_repeat=may_repeat,
+                is_out_of_memory=is_out_of_memory,
+                release_memory=release_memory,
+                is_fatal=is_fatal,
+                max_rebuilds=rebuild_bound(max_rebuilds),
+                rebuild_window_s=_seconds(rebuild_window_s, "rebuild_window_s"),
+                forward_timeout_s=forward_timeout(forward_timeout_s),
+            ),
+            respawn=self._respawn,
             observer=observer,
+            words=_words,
         )
-        # Not a daemon: a daemon thread may be torn down in the middle of a call into the device.
-        self._thread = threading.Thread(target=self._actor.run, name=name, daemon=False)
+        self._watches = forward_timeout_s is not None
+        self._thread = self._fresh_thread(None)
 
     # ---- life
 
@@ -222,14 +252,52 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         if not self._actor.begin():
             raise RuntimeError(f"{self._name}: start() called twice")
         try:
-            exit_hook.register(self._thread, self._actor, grace_s=self._join_timeout_s)
-            self._thread.start()
+            self._begin()
+            if self._watches:
+                threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True).start()
         except Exception:
             self._actor.give_up()
             raise
         except BaseException:  # Ctrl-C: by now the thread may run
             self._actor.close()
             raise
+
+    def _fresh_thread(self, previous: threading.Thread | None) -> threading.Thread:
+        # Not a daemon: a daemon thread may be torn down in the middle of a call into the device.
+        return threading.Thread(target=self._live, args=(previous,), name=self._name, daemon=False)
+
+    def _begin(self) -> None:
+        exit_hook.register(self._thread, self._actor, grace_s=self._join_timeout_s)
+        self._thread.start()
+
+    def _respawn(self) -> None:
+        """On the thread that ends: let another go on in its place."""
+        previous, self._thread = self._thread, self._fresh_thread(self._thread)
+        try:
+            self._begin()
+        except BaseException:
+            self._thread = previous
+            raise
+
+    def _live(self, previous: threading.Thread | None) -> None:
+        """A thread's whole life, which begins when the one before it has ended."""
+        if previous is not None:
+            previous.join(self._join_timeout_s)
+            if previous.is_alive():
+                exit_hook.let_go(previous)
+                self._actor.bury(
+                    f"the backend was lost, and its close still runs {self._join_timeout_s:g} s later"
+                )
+                return
+            exit_hook.forget(previous)
+        self._actor.run()
+
+    def _watch(self) -> None:
+        """Answer for calls that are late, until the last thread has ended; a thread's whole life."""
+        ended = threading.Event()
+        self._actor.stopped.add_done_callback(lambda _: ended.set())
+        while not ended.wait(self._actor.watch()):
+            pass
 
     def _is_others_to_join(self) -> bool:
         return self._thread is not threading.current_thread() and self._actor.state is not State.NEW
@@ -249,6 +317,18 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
 def pending_bound(value: int | None) -> int | None:
     """``max_pending_cost``, checked."""
     return None if value is None else positive_int(value, "max_pending_cost must be None or a positive int")
+
+
+def rebuild_bound(value: int) -> int:
+    """``max_rebuilds``, checked."""
+    return 0 if value == 0 else positive_int(value, "max_rebuilds must be an int >= 0")
+
+
+def forward_timeout(value: float | None) -> float | None:
+    """``forward_timeout_s``, checked."""
+    if value is not None and _seconds(value, "forward_timeout_s") == 0:
+        raise ValueError("forward_timeout_s must be None or more than 0")
+    return value
 
 
 def _check_hashable(key: Hashable, index: int, count: int) -> None:

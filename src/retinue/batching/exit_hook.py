@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from functools import partial
 from typing import Any, Protocol
 
 logger = logging.getLogger("retinue")
@@ -47,10 +46,11 @@ def register(thread: threading.Thread, actor: _Closable, *, grace_s: float) -> N
             if hasattr(os, "register_at_fork"):
                 os.register_at_fork(after_in_child=_after_fork)
             _registered = True
-    actor.stopped.add_done_callback(partial(_forget, thread))
+    actor.stopped.add_done_callback(lambda _: forget(thread))
 
 
-def _forget(thread: threading.Thread, _: object) -> None:
+def forget(thread: threading.Thread) -> None:
+    """``thread`` has ended."""
     with _lock:
         _live.pop(thread, None)
 
@@ -75,10 +75,10 @@ def _end_all() -> None:
         remaining_s = max(0.0, began_s + grace_s - time.monotonic())
         if not concurrent.futures.wait([actor.stopped], timeout=remaining_s).done:
             logger.error("%s: a call still runs %g s after the exit began; leaving it", thread.name, grace_s)
-            _let_go(thread)
+            let_go(thread)
 
 
-def _let_go(thread: Any) -> None:
+def let_go(thread: Any) -> None:
     """Make the interpreter not wait for ``thread``; it has no public way to say so after the start."""
     _left.append(thread)
     if hasattr(threading, "_shutdown_locks"):  # up to Python 3.12: one for each thread to wait for

@@ -8,31 +8,64 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from retinue.errors import EncoderFailed, EncoderUnavailable, RetinueError
+from retinue.errors import DeadlineExceeded, EncoderFailed, EncoderUnavailable, RetinueError
 
 logger = logging.getLogger("retinue")
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # (): before Python 3.11, no instance of it
 
 
-def one_per_item(results: Any, expected: int) -> Sequence[Any]:
-    """``results`` as a list or tuple of ``expected``; ``EncoderFailed`` if it is anything else.
+class Words(NamedTuple):
+    """What errors call an input and the function that runs batches of them."""
+
+    item: str = "item"
+    call: str = "fn"
+
+    def place(self, indices: Sequence[int], count: int) -> str:
+        """Some inputs of a request of ``count``: "item 2 of 3", "items 1 and 3 of 3"."""
+        numbers = [str(index + 1) for index in indices]
+        if len(numbers) == 1:
+            return f"{self.item} {numbers[0]} of {count}"
+        return f"{self.item}s {', '.join(numbers[:-1])} and {numbers[-1]} of {count}"
+
+
+WORDS = Words()
+
+
+class Refused:
+    """In place of a result: what came out for this one item must not be delivered, and why.
+
+    The text of ``error`` does not name the item; the batcher does.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: EncoderFailed) -> None:
+        self.error = error
+
+
+class ContractBroken(EncoderFailed):
+    """What ``fn`` returned is not one result per item. Never leaves this package: ``call_failed``."""
+
+
+def one_per_item(results: Any, expected: int, call: str = "fn") -> Sequence[Any]:
+    """``results`` as a list or tuple of ``expected``; ``ContractBroken`` if it is anything else.
 
     An array or tensor whose first axis is the batch is split along it.
     """
     if not isinstance(results, (list, tuple)):
         shape = getattr(results, "shape", None)
         if not isinstance(shape, tuple) or not shape:
-            raise EncoderFailed(
-                f"fn must return one result per item: expected a list or tuple of {expected}, "
+            raise ContractBroken(
+                f"{call} must return one result per item: expected a list or tuple of {expected}, "
                 f"got {type(results).__name__}"
             )
         results = list(results)
     split: Sequence[Any] = results
     if len(split) != expected:
-        raise EncoderFailed(f"fn must return one result per item: expected {expected}, got {len(split)}")
+        raise ContractBroken(f"{call} must return one result per item: expected {expected}, got {len(split)}")
     return split
 
 
@@ -68,19 +101,30 @@ def log_error(what: str, error: BaseException) -> None:
         logger.error(what, exc_info=error)
 
 
-def _caused_by(error: RetinueError, cause: BaseException) -> RetinueError:
+def call_failed(what: str, cause: BaseException, call: str, position: int | None) -> EncoderFailed:
+    """``what``: how its text begins."""
+    if isinstance(cause, ContractBroken):
+        return EncoderFailed(f"{what}{cause}", position=position)
+    failed = EncoderFailed(f"{what}{call} raised {describe(cause)}", position=position)
+    failed.__cause__ = cause
+    return failed
+
+
+def refused(what: str, refusal: Refused, position: int) -> EncoderFailed:
+    """The error of the one item whose result was ``refusal``."""
+    failed = EncoderFailed(f"{what}: {refusal.error}", position=position)
+    failed.__cause__ = refusal.error.__cause__
+    return failed
+
+
+def too_late(what: str, call: str, timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{what}: {call} has been running for more than forward_timeout_s={timeout_s:g}")
+
+
+def unavailable(text: str, cause: BaseException | None = None) -> EncoderUnavailable:
+    error = EncoderUnavailable(text)
     error.__cause__ = cause
     return error
-
-
-def call_failed(cause: BaseException) -> RetinueError:
-    if isinstance(cause, EncoderFailed) and cause.__cause__ is None:  # the result contract, broken
-        return EncoderFailed(*cause.args)
-    return _caused_by(EncoderFailed(f"fn raised {describe(cause)}"), cause)
-
-
-def crashed(cause: BaseException) -> RetinueError:
-    return _caused_by(EncoderUnavailable(f"the batching thread crashed: {describe(cause)}"), cause)
 
 
 def shut_down() -> RetinueError:
@@ -95,4 +139,6 @@ def start_error(error: BaseException) -> BaseException:
     """``error`` itself where a future can carry it and a caller cannot take it for its own ending."""
     if isinstance(error, Exception) and not isinstance(error, _NOT_FOR_FUTURES):
         return error
-    return _caused_by(EncoderFailed(f"on_start raised {describe(error)}"), error)
+    failed = EncoderFailed(f"on_start raised {describe(error)}")
+    failed.__cause__ = error
+    return failed

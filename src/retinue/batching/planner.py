@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from retinue.batching.memory import Ceilings
 from retinue.errors import InvalidInput
 
 #: How many batches may pass an item over to take a later one that fits.
@@ -167,22 +168,25 @@ class Waiting:
         lane = self._lanes[self._oldest_key()]
         return lane.works[lane.head()]
 
-    def fills_a_batch(self, limits: Limits) -> bool:
+    def fills_a_batch(self, limits: Limits, ceilings: Ceilings | None = None) -> bool:
         """Whether more company for the oldest work would have to go into a later batch."""
-        lane = self._lanes[self._oldest_key()]
-        return (limits.max_batch_cost is not None and lane.cost >= limits.max_batch_cost) or (
+        key = self._oldest_key()
+        lane = self._lanes[key]
+        cap = _cap(limits, ceilings, key)
+        return (cap is not None and lane.cost >= cap) or (
             limits.max_batch_items is not None and len(lane.works) >= limits.max_batch_items
         )
 
-    def plan(self, limits: Limits) -> Plan:
-        """The next batch; there must be a work that waits."""
+    def plan(self, limits: Limits, ceilings: Ceilings | None = None) -> Plan:
+        """The next batch; there must be a work that waits. A single one may cost more than its ceiling."""
         key = self._oldest_key()
         lane = self._lanes[key]
-        if (limits.max_batch_cost is None or lane.cost <= limits.max_batch_cost) and (
+        cap = _cap(limits, ceilings, key)
+        if (cap is None or lane.cost <= cap) and (
             limits.max_batch_items is None or len(lane.works) <= limits.max_batch_items
         ):
             return Plan(key, list(lane.works.values()), lane.cost, None, [])
-        arrivals, overtaken = _fill(lane, limits)
+        arrivals, overtaken = _fill(lane, cap, limits.max_batch_items)
         works = [lane.works[arrival] for arrival in arrivals]
         return Plan(key, works, sum(work[1] for work in works), arrivals, overtaken)
 
@@ -202,22 +206,28 @@ class Waiting:
         return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda key: lanes[key].head())
 
 
-def _fill(lane: Lane, limits: Limits) -> tuple[list[int], list[int]]:
+def _cap(limits: Limits, ceilings: Ceilings | None, key: Hashable) -> int | None:
+    ceiling = ceilings.of(key) if ceilings else None
+    cap = limits.max_batch_cost
+    return cap if ceiling is None or (cap is not None and cap < ceiling) else ceiling
+
+
+def _fill(lane: Lane, cap: int | None, max_items: int | None) -> tuple[list[int], list[int]]:
     """The arrivals of the head of ``lane`` and, in order, of those behind it that fit beside it; also, of
     those that they overtake.
     """
-    room = math.inf if limits.max_batch_cost is None else limits.max_batch_cost
+    room = math.inf if cap is None else cap
     times_passed = lane.times_passed
     batch: list[int] = []
     passed: list[int] = []
     overtaken = 0  # how many of ``passed`` stand before one that was taken
     for arrival, work in lane.works.items():
         cost = work[1]
-        if cost <= room:
+        if cost <= room or not batch:
             batch.append(arrival)
             overtaken = len(passed)
             room -= cost
-            if not room or len(batch) == limits.max_batch_items:
+            if room <= 0 or len(batch) == max_items:
                 break
         elif times_passed.get(arrival) == MAX_TIMES_PASSED or len(passed) == MAX_PASSED_PER_PLAN:
             break

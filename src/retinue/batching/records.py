@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+#: How a call ended: with results; with an error; out of memory; with the loss of the backend; or after
+#: ``forward_timeout_s``, when its callers had been answered already.
+Outcome: TypeAlias = Literal["ok", "failed", "out_of_memory", "lost", "late"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class BatchRecord:
     bucket: int | None  #: the ``target_bucket`` that the call got
     oldest_wait_s: float  #: how long its longest-waiting item had waited when it was claimed
     duration_s: float  #: of the call
-    outcome: Literal["ok", "failed"]
+    outcome: Outcome
+    is_retry: bool = False  #: whether it ran what had been in flight before
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,24 @@ class RequestRecord:
 class Pending:
     """What a batcher has accepted and not answered yet. Times are in seconds."""
 
-    items: int  #: that wait
-    cost: int  #: of those that wait
+    items: int  #: that wait, or wait to be run again
+    cost: int  #: of those
     oldest_wait_s: float | None  #: None if nothing waits, or if there is no observer to ask for it
     running_cost: int  #: of the call that runs
     running_s: float | None  #: how long it has been running; None if none runs
+    cost_ceiling: int | None = None  #: the lowest that running out of memory has set; None if none has
+
+
+@dataclass(frozen=True)
+class LifeRecord:
+    """Something befell the backend as a whole.
+
+    ``lost``: it must be built again; ``rebuilt``: it was; ``failed``: it will not be, and no request is taken
+    any more; ``stuck``: a call runs for longer than ``forward_timeout_s``; ``back``: that call has ended.
+    """
+
+    event: Literal["lost", "rebuilt", "failed", "stuck", "back"]
+    reason: str
 
 
 class Observer(Protocol):
@@ -60,3 +78,11 @@ class Observer(Protocol):
 
     def on_request(self, record: RequestRecord) -> None:
         """A request has ended."""
+
+
+@runtime_checkable
+class LifeObserver(Protocol):
+    """An observer that also hears what befalls the backend, on the thread that notices."""
+
+    def on_life(self, record: LifeRecord) -> None:
+        """The backend was lost, built again, given up, is stuck, or is back."""

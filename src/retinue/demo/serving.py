@@ -7,7 +7,7 @@ from retinue.decoders.transformers import TransformersDecoder
 from retinue.demo.encoder import CHECKPOINT, DigitsEncoder
 from retinue.media import MediaPolicy
 from retinue.server.embedded import EmbeddedApp
-from retinue.server.limits import ServerLimits
+from retinue.server.limits import FailurePolicy, ServerLimits
 from retinue.server.stack import Behind, Stack
 
 __all__ = ["MODEL_NAME", "demo_stack"]
@@ -20,6 +20,7 @@ def demo_stack(
     *,
     limits: ServerLimits | None = None,
     media: MediaPolicy | None = None,
+    failures: FailurePolicy | None = None,
     api_key: str | None = None,
     observer: Observer | None = None,
 ) -> Stack:
@@ -28,5 +29,12 @@ def demo_stack(
     app = EmbeddedApp(decoder, model_name=MODEL_NAME)
     behind = Behind(app, load=decoder.aload, close=decoder.aclose, takes_artifacts=True)
     return Stack(
-        DigitsEncoder(), "demo", behind, limits=limits, media=media, api_key=api_key, observer=observer
+        DigitsEncoder(),
+        "demo",
+        behind,
+        limits=limits,
+        media=media,
+        failures=failures,
+        api_key=api_key,
+        observer=observer,
     )

@@ -9,6 +9,10 @@ What an exception means
     ``InvalidInput`` from ``preprocess``: the caller's fault, its message is shown to the caller.
     ``ValueError`` and ``TypeError`` from ``preprocess``: the caller's fault, its text is not shown.
     Anything else, and anything from ``forward_batch``: the backend's fault (``EncoderFailed``).
+    From ``forward_batch`` besides: where it is out of memory (``is_out_of_memory``) the batch is run again in
+    halves; where the backend is lost (``is_fatal``: ``BackendLost``) it is closed and built again on a fresh
+    thread, and what was in flight is run once more; after any other error a batch of several requests is
+    split, so that only the items fail that fail on their own.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
+
+from retinue.batching import memory
+from retinue.errors import BackendLost
 
 RawT = TypeVar("RawT")
 ItemT = TypeVar("ItemT")
@@ -50,6 +57,14 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
     #: Costs for which a graph was captured, increasing; the last equals ``max_batch_cost``. Each
     #: ``forward_batch`` then gets the smallest that holds its batch as ``target_bucket``.
     buckets: Sequence[int] | None = ()
+    #: Width of every artifact; None: whatever most of them have. Read, like the next two, after ``build``.
+    hidden_size: int | None = None
+    #: Dtype of every artifact: torch's or numpy's, or its name, such as "bfloat16"; None: any.
+    dtype: Any | None = None
+    #: Whether each artifact is looked through for NaN and infinity.
+    check_finite: bool = True
+    #: Whether items of a ``forward_batch`` that failed may go through it again.
+    may_repeat: bool = True
     #: Threads for ``preprocess``; None: chosen from the cores. Unused by a backend that does not override it.
     preprocess_concurrency: int | None = None
 
@@ -75,6 +90,22 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
 
     def close(self) -> None:
         """Release what ``build`` made. Actor thread, once, after the last ``forward_batch``."""
+
+    # ---- what went wrong: actor thread
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the batch needed more memory than there was.
+
+        Known already: ``MemoryError``, torch's and CUDA's errors, onnxruntime's.
+        """
+        return memory.is_out_of_memory(error)
+
+    def release_memory(self) -> None:
+        """Give back what can be given back, ``torch.cuda.empty_cache()`` say, before smaller batches run."""
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Whether nothing can be served any more before the backend is built again."""
+        return isinstance(error, BackendLost)
 
 
 #: For code that does not care about the three types.

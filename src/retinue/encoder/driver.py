@@ -25,11 +25,12 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from retinue.batching import Observer, Pending, ThreadedMicroBatcher
-from retinue.batching.actor import Request
-from retinue.batching.batcher import pending_bound
-from retinue.batching.outcome import describe, forget_frames, log_error
+from retinue.batching.batcher import forward_timeout, pending_bound, rebuild_bound
+from retinue.batching.outcome import Words, describe, forget_frames, log_error
 from retinue.batching.planner import Limits, positive_int
+from retinue.batching.request import Request
 from retinue.encoder.backend import ArtifactT, ItemT, Preprocessed, RawT, VisionEncoderBackend
+from retinue.encoder.contract import CheckedBackend
 from retinue.encoder.pool import Pool
 from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput, RetinueError
 
@@ -37,6 +38,8 @@ logger = logging.getLogger("retinue")
 
 SelfT = TypeVar("SelfT", bound="AsyncVisionEncoder[Any, Any, Any]")
 
+
+_WORDS = Words(item="image", call="forward_batch")
 
 _NOTHING = Pending(items=0, cost=0, oldest_wait_s=None, running_cost=0, running_s=None)
 
@@ -66,8 +69,9 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     ``load`` and ``shutdown`` do the same for code that is not asynchronous.
 
     ``preprocess_concurrency``: threads for ``preprocess``, in place of the backend's own choice.
-    ``max_wait_s``, ``max_pending_cost``, ``observer``, ``join_timeout_s``: as for ``ThreadedMicroBatcher``;
-    an observer that is a ``PreprocessObserver`` also hears of ``preprocess``.
+    ``max_wait_s``, ``max_pending_cost``, ``max_rebuilds``, ``rebuild_window_s``, ``forward_timeout_s``,
+    ``observer``, ``join_timeout_s``: as for ``ThreadedMicroBatcher``; an observer that is a
+    ``PreprocessObserver`` also hears of ``preprocess``.
     """
 
     def __init__(
@@ -78,6 +82,9 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         preprocess_concurrency: int | None = None,
         max_wait_s: float = 0.0,
         max_pending_cost: int | None = None,
+        max_rebuilds: int = 3,
+        rebuild_window_s: float = 300.0,
+        forward_timeout_s: float | None = None,
         observer: Observer | None = None,
         name: str = "vision-encoder",
         join_timeout_s: float = 10.0,
@@ -90,6 +97,9 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             self._preprocess = _timed(backend.preprocess, observer)
         self._max_wait_s = max_wait_s
         self._max_pending_cost = pending_bound(max_pending_cost)
+        self._max_rebuilds = rebuild_bound(max_rebuilds)
+        self._rebuild_window_s = rebuild_window_s
+        self._forward_timeout_s = forward_timeout(forward_timeout_s)
         self._observer = observer
         self._name = name
         self._join_timeout_s = join_timeout_s
@@ -218,18 +228,27 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         with self._lock:
             if self._life is not _Life.NEW:
                 raise RuntimeError("AsyncVisionEncoder.load() called twice")
+            checked = CheckedBackend(backend)
             batcher: ThreadedMicroBatcher[ItemT, ArtifactT] = ThreadedMicroBatcher(
-                backend.forward_batch,
+                checked.forward_batch,
                 max_batch_cost=backend.max_batch_cost,
                 max_batch_items=backend.max_batch_items,
                 buckets=backend.buckets,
-                on_start=lambda: backend.build(model_id),
+                on_start=partial(checked.build, model_id),
                 on_stop=backend.close,
                 max_wait_s=self._max_wait_s,
                 max_pending_cost=self._max_pending_cost,
+                may_repeat=backend.may_repeat,
+                is_out_of_memory=backend.is_out_of_memory,
+                release_memory=backend.release_memory,
+                is_fatal=backend.is_fatal,
+                max_rebuilds=self._max_rebuilds,
+                rebuild_window_s=self._rebuild_window_s,
+                forward_timeout_s=self._forward_timeout_s,
                 observer=self._observer,
                 name=self._name,
                 join_timeout_s=self._join_timeout_s,
+                _words=_WORDS,
             )
             self._limits = Limits(
                 backend.max_batch_cost, backend.max_batch_items, tuple(backend.buckets or ())

@@ -39,6 +39,7 @@ _CODES: Mapping[type[RetinueError], str] = MappingProxyType(
     }
 )
 _OURS = "the server failed to answer; its log says why"
+_UNAVAILABLE = "the server cannot answer now; its log says why"
 
 
 def status_of(error: BaseException) -> int:
@@ -52,7 +53,10 @@ def error_body(error: BaseException, *, param: str | None = None) -> dict[str, A
     ``param`` names the part of the request that is at fault, as in ``messages[0].content[2]``.
     """
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "internal_error")
-    if isinstance(error, RetinueError) and not isinstance(error, EncoderFailed):
+    if isinstance(error, EncoderUnavailable):  # once more for each request, and it may quote the backend
+        logger.warning("a request was refused: %s", error)
+        message = _UNAVAILABLE
+    elif isinstance(error, RetinueError) and not isinstance(error, EncoderFailed):
         message = str(error)
     else:
         logger.error("a request failed: %s", error, exc_info=error)

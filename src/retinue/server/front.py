@@ -9,12 +9,12 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from retinue.batching import BatchRecord, Observer, RequestRecord
+from retinue.batching import BatchRecord, LifeRecord, Observer, RequestRecord
 from retinue.encoder import AsyncVisionEncoder, VisionEncoderBackend
 from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput
 from retinue.media import MediaLoader, MediaPolicy
 from retinue.server.embeds import Embeds
-from retinue.server.limits import EncodeLimits
+from retinue.server.limits import EncodeLimits, FailurePolicy
 from retinue.server.metrics import Metrics
 from retinue.server.middleware import EncodeImages
 from retinue.server.readiness import Phase, Readiness, probe_picture
@@ -36,6 +36,11 @@ class _Observers:
         for observer in self.observers:
             observer.on_request(record)
 
+    def on_life(self, record: LifeRecord) -> None:
+        for observer in self.observers:
+            if hasattr(observer, "on_life"):
+                observer.on_life(record)
+
     def on_preprocess(self, duration_s: float) -> None:
         for observer in self.observers:
             if hasattr(observer, "on_preprocess"):
@@ -52,14 +57,18 @@ class Front:
         *,
         limits: EncodeLimits,
         media: MediaPolicy,
+        failures: FailurePolicy,
         observer: Observer | None = None,
         join_timeout_s: float = 10.0,
         **middleware: Any,
     ) -> None:
-        observers: list[Observer] = [] if observer is None else [observer]
+        observers: list[Observer] = []  # ours first, so that what an owner hears of is already shown
         self.encoder: AsyncVisionEncoder[Any, Any, Any] = AsyncVisionEncoder(
             backend,
             max_pending_cost=limits.max_pending_cost,
+            max_rebuilds=failures.max_rebuilds,
+            rebuild_window_s=failures.rebuild_window_s,
+            forward_timeout_s=failures.forward_timeout_s,
             observer=_Observers(observers),
             join_timeout_s=join_timeout_s,
         )
@@ -67,6 +76,8 @@ class Front:
         self.metrics = Metrics(backend.max_batch_cost)
         self.readiness = Readiness(self.encoder)
         observers += [self.metrics, self.readiness]
+        if observer is not None:
+            observers.append(observer)
         self.images = EncodeImages(
             app,
             encoder=self.encoder,

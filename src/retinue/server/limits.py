@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-__all__ = ["EncodeLimits", "ServerLimits"]
+__all__ = ["EncodeLimits", "FailurePolicy", "ServerLimits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,28 @@ class ServerLimits(EncodeLimits):
         _check_positive(self, "max_concurrent_requests", "request_timeout_s")
 
 
-def _check_positive(limits: EncodeLimits, *names: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """What is done about a backend that fails as a whole."""
+
+    forward_timeout_s: Annotated[float | None, tyro.conf.arg(name="forward-timeout", metavar="FLOAT")] = None
+    """Seconds that a forward may run; beyond it its requests get 504, and others 503 until it ends."""
+    max_rebuilds: int = 3
+    """How often a lost backend is built again within --rebuild-window; then all requests get 503."""
+    rebuild_window_s: Annotated[float, tyro.conf.arg(name="rebuild-window")] = 300.0
+    """Seconds."""
+    exit_on_failure: bool = False
+    """Exit with status 1 once the backend is not built again, for a supervisor that starts processes anew."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "rebuild_window_s")
+        if self.forward_timeout_s is not None:
+            _check_positive(self, "forward_timeout_s")
+        if self.max_rebuilds < 0:
+            raise ValueError(f"max_rebuilds must be 0 or more, got {self.max_rebuilds}")
+
+
+def _check_positive(limits: object, *names: str) -> None:
     for name in names:
         if not getattr(limits, name) > 0:
             raise ValueError(f"{name} must be more than 0, got {getattr(limits, name)!r}")

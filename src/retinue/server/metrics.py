@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from retinue.batching import BatchRecord, Pending, RequestRecord
+from retinue.batching import BatchRecord, LifeRecord, Pending, RequestRecord
+from retinue.batching.records import Outcome
 from retinue.errors import RetinueError
 from retinue.server.middleware import Ending
 
@@ -42,6 +44,17 @@ class Metrics:
         self._batches = Counter(
             "retinue_batches", "Calls of forward_batch, by outcome", ["outcome"], registry=registry
         )
+        self._retries = Counter(
+            "retinue_retries",
+            "Calls of forward_batch that ran what had been in flight before",
+            registry=registry,
+        )
+        self._life = Counter(
+            "retinue_backend_events",
+            "What befell the backend: lost, rebuilt, failed, stuck, back",
+            ["event"],
+            registry=registry,
+        )
         self._batch_items = Histogram(
             "retinue_batch_items", "Images in a batch", buckets=_SIZES, registry=registry
         )
@@ -66,7 +79,7 @@ class Metrics:
         self._forward = Histogram(
             "retinue_forward_seconds", "One call of forward_batch", buckets=_SECONDS, registry=registry
         )
-        for outcome in ("ok", "failed"):  # so that both are there from the beginning
+        for outcome in get_args(Outcome):  # so that all are there from the beginning
             self._batches.labels(outcome)
 
     def watch(self, pending: Callable[[], Pending]) -> None:
@@ -74,6 +87,11 @@ class Metrics:
         for name, text, value in (
             ("retinue_pending_items", "Images that wait for a batch", lambda: pending().items),
             ("retinue_pending_cost", "Cost of the images that wait", lambda: pending().cost),
+            (
+                "retinue_cost_ceiling",
+                "Most that a batch may cost since memory ran out; 0: there is no such ceiling",
+                lambda: pending().cost_ceiling or 0,
+            ),
             ("retinue_running_cost", "Cost of the batch that runs", lambda: pending().running_cost),
             (
                 "retinue_oldest_wait_seconds",
@@ -96,6 +114,8 @@ class Metrics:
     def on_batch(self, record: BatchRecord) -> None:
         """Of ``retinue.Observer``."""
         self._batches.labels(record.outcome).inc()
+        if record.is_retry:
+            self._retries.inc()
         self._batch_items.observe(record.items)
         self._batch_cost.observe(record.cost)
         self._forward.observe(record.duration_s)
@@ -108,6 +128,10 @@ class Metrics:
             self._wait.observe(record.wait_s)
         if record.outcome == "left":
             self._left.labels("no" if record.wait_s is None else "yes").inc()
+
+    def on_life(self, record: LifeRecord) -> None:
+        """Of ``retinue.batching.LifeObserver``."""
+        self._life.labels(record.event).inc()
 
     def on_preprocess(self, duration_s: float) -> None:
         """Of ``retinue.encoder.PreprocessObserver``."""

@@ -7,6 +7,7 @@ a probe: one small grey picture through the whole encoder, with a bound on its t
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import io
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 import PIL.Image
 
-from retinue.batching import BatchRecord, RequestRecord
+from retinue.batching import BatchRecord, LifeRecord, RequestRecord
 from retinue.encoder import AsyncVisionEncoder
 from retinue.errors import InvalidInput, RetinueError
 from retinue.media import Image
@@ -60,6 +61,8 @@ class Readiness:
     ) -> None:
         self.phase = Phase.BUILDING
         self.reason = ""
+        self.failed: concurrent.futures.Future[str] = concurrent.futures.Future()  # why, once it has
+        self._ailment = ""  # what befell the backend, and may pass
         self._encoder = encoder
         self._clock = clock
         self._probe_timeout_s = probe_timeout_s
@@ -69,6 +72,8 @@ class Readiness:
     def fail(self, reason: str) -> None:
         """From now on it is not ready, and this is why."""
         self.phase, self.reason = Phase.FAILED, reason
+        if not self.failed.done():
+            self.failed.set_result(reason)
 
     def on_batch(self, record: BatchRecord) -> None:
         """Of ``retinue.Observer``."""
@@ -78,11 +83,22 @@ class Readiness:
     def on_request(self, record: RequestRecord) -> None:
         """Of ``retinue.Observer``."""
 
+    def on_life(self, record: LifeRecord) -> None:
+        """Of ``retinue.batching.LifeObserver``."""
+        if record.event == "failed":
+            self.fail("the backend has failed and is not built again")
+        elif record.event == "lost":
+            self._ailment = "the backend was lost and is being built again"
+        elif record.event == "stuck":
+            self._ailment = record.reason
+        else:
+            self._ailment = ""
+
     async def report(self) -> Report:
         """Whether it is ready now; probes if nothing else can tell."""
         reason = self.reason or f"the server is {self.phase.value}"
         if self.phase is Phase.SERVING:
-            reason = "" if self._is_fresh() else await self._probe()
+            reason = self._ailment or ("" if self._is_fresh() else await self._probe())
         pending = self._encoder.pending()
         return Report(
             ready=not reason,

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -78,8 +79,10 @@ async def listening(stack: Stack, listener: socket.socket | None = None) -> Asyn
     serving.result()
 
 
-def serve(stack: Stack, name: str, *, host: str, port: int, grace_s: float) -> int:
-    """Serve until a signal says to stop; the process's exit status."""
+def serve(
+    stack: Stack, name: str, *, host: str, port: int, grace_s: float, exit_on_failure: bool = False
+) -> int:
+    """Serve until a signal says to stop, or the backend has failed for good; the process's exit status."""
     try:
         listener = bind(host, port)
     except OSError as error:
@@ -91,10 +94,12 @@ def serve(stack: Stack, name: str, *, host: str, port: int, grace_s: float) -> i
         run = asyncio.run
     else:
         run = uvloop.run
-    return run(_serve(stack, name, listener, grace_s))
+    return run(_serve(stack, name, listener, grace_s, exit_on_failure))
 
 
-async def _serve(stack: Stack, name: str, listener: socket.socket, grace_s: float) -> int:
+async def _serve(
+    stack: Stack, name: str, listener: socket.socket, grace_s: float, exit_on_failure: bool
+) -> int:
     server, url = _server(stack, grace_s), url_of(listener)
     stopping = _stop_on_signals(stack, server)
     serving = asyncio.create_task(server.serve([listener]))
@@ -105,7 +110,12 @@ async def _serve(stack: Stack, name: str, listener: socket.socket, grace_s: floa
         await asyncio.wait({serving, building}, return_when=asyncio.FIRST_COMPLETED)
         if building.done() and building.exception() is None:
             print(f"{name}: ready on {url}/v1", flush=True)
-            await asyncio.wait({serving})
+            failed = asyncio.wrap_future(stack.readiness.failed)
+            ends: set[asyncio.Future[Any]] = {serving, failed} if exit_on_failure else {serving}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done() and not stopping:
+                logger.error("%s exits: %s", name, failed.result())
+                status = 1
         elif building.done() and not stopping:  # a build that is stopped fails, too
             logger.error("%s could not be built", name, exc_info=building.exception())
             status = 1

@@ -18,7 +18,7 @@ from retinue.encoder import VisionEncoderBackend
 from retinue.media import MediaPolicy
 from retinue.server.door import Door
 from retinue.server.front import Front
-from retinue.server.limits import ServerLimits
+from retinue.server.limits import FailurePolicy, ServerLimits
 from retinue.server.operations import Operations
 
 __all__ = ["Behind", "Stack"]
@@ -52,6 +52,7 @@ class Stack:
         *,
         limits: ServerLimits | None = None,
         media: MediaPolicy | None = None,
+        failures: FailurePolicy | None = None,
         api_key: str | None = None,
         observer: Observer | None = None,
         join_timeout_s: float = 10.0,
@@ -64,6 +65,7 @@ class Stack:
             backend,
             limits=limits,
             media=media or MediaPolicy(),
+            failures=failures or FailurePolicy(),
             observer=observer,
             join_timeout_s=join_timeout_s,
             artifacts=behind.takes_artifacts,

@@ -1,0 +1,83 @@
+"""What an observer is told: kept and reported for the actor, and only where somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal
+
+from retinue.batching.outcome import log_error
+from retinue.batching.planner import Waiting, Work
+from retinue.batching.records import BatchRecord, LifeObserver, LifeRecord, Observer, RequestRecord
+
+if TYPE_CHECKING:
+    from retinue.batching.request import Request
+
+
+class Trace:
+    """When a request came and what became of it."""
+
+    __slots__ = ("ahead_cost", "ahead_items", "arrived_s", "batches", "claimed_s", "cost")
+
+    def __init__(self, cost: int, arrived_s: float, waiting: Waiting) -> None:
+        self.cost = cost
+        self.arrived_s = arrived_s
+        self.ahead_items = len(waiting)
+        self.ahead_cost = waiting.cost
+        self.claimed_s: float | None = None
+        self.batches: list[int] = []
+
+
+class Tracer:
+    """Makes an observer's records of what the actor says; without an observer it does nothing."""
+
+    def __init__(self, observer: Observer | None, clock: Callable[[], float]) -> None:
+        self._observer = observer
+        self._clock = clock
+
+    def __bool__(self) -> bool:
+        return self._observer is not None
+
+    def claimed(self, works: Iterable[Work], batch: int, claimed_s: float) -> None:
+        """A batch has claimed these works."""
+        if self._observer is not None:
+            for request in {work[2] for work in works}:
+                request.trace.batches.append(batch)
+                if request.trace.claimed_s is None:
+                    request.trace.claimed_s = claimed_s
+
+    def batch(self, record: BatchRecord) -> None:
+        """A call has ended."""
+        if self._observer is not None:
+            self._report(self._observer.on_batch, record)
+
+    def requests(self, requests: Iterable[Request], *, left: bool = False) -> None:
+        """These requests have ended, or their callers have left."""
+        if self._observer is None:
+            return
+        for request in requests:
+            trace = request.trace
+            if trace is not None:
+                claimed_s = trace.claimed_s
+                outcome: Literal["ok", "failed", "left"] = "ok" if request.error is None else "failed"
+                record = RequestRecord(
+                    items=len(request.results),
+                    cost=trace.cost,
+                    ahead_items=trace.ahead_items,
+                    ahead_cost=trace.ahead_cost,
+                    batches=tuple(trace.batches),
+                    wait_s=None if claimed_s is None else claimed_s - trace.arrived_s,
+                    total_s=self._clock() - trace.arrived_s,
+                    outcome="left" if left else outcome,
+                )
+                self._report(self._observer.on_request, record)
+
+    def life(self, record: LifeRecord) -> None:
+        """Something befell the backend."""
+        if isinstance(self._observer, LifeObserver):
+            self._report(self._observer.on_life, record)
+
+    def _report(self, to: Callable[..., None], record: object) -> None:
+        try:
+            to(record)
+        except Exception as error:
+            log_error("an observer raised", error)

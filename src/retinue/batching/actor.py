@@ -248,9 +248,9 @@ class Actor:
         request.remaining = count
         request.error = None
         request.trace = None
-        waiting = self._waiting
         self._acquire()  # not ``with``, which costs twice as much, here where it shows
         try:
+            waiting = self._waiting
             if self._state is not _RUNNING:
                 raise self._refusal()
             if self._max_pending_cost is not None:
@@ -302,6 +302,11 @@ class Actor:
         with self._lock:
             left = [request] if request.remaining else []
             self._end(request)
+            wake = self._asleep is _HOLDING  # for what is the oldest now may fill a batch
+            if wake:
+                self._asleep = _AWAKE
+        if wake:
+            self._alarm.put(None)
         self._tracer.requests(left, left=True)
 
     def abandon(self, request: Request) -> None:
@@ -364,6 +369,7 @@ class Actor:
                 goes_on = self.hand_on()
         finally:
             if not goes_on:
+                self._lost = None  # it keeps nothing of a call any more
                 self.stopped.set_result(None)
 
     def bury(self, reason: str) -> None:
@@ -528,6 +534,7 @@ class Actor:
                 again = self._retries.take(partial(self._is_live, left), self._ceilings.of)
                 if again is not None:
                     return again, left, failed, self._claimed(again)
+        self._ceilings.settled()
         while self._waiting:
             plan = self._waiting.plan(self._limits, self._ceilings)
             cancelled = {work[2] for work in plan.works if work[2].future.cancelled()}
@@ -623,6 +630,7 @@ class Actor:
                 )
             record = LifeRecord("failed", self._epitaph)
             failed = self._fail(self._drop_waiting(), partial(unavailable, self._epitaph, cause))
+            self._abandoned.clear()
         self._announce(failed)
         self._tracer.life(record)
 
@@ -639,8 +647,6 @@ class Actor:
             self._retries.succeeded()
             if self._ceilings:
                 self._ceilings.succeeded(piece.key, piece.cost)
-        if not self._retries:
-            self._ceilings.settled()
         return ended
 
     def _recover(self, piece: Piece, error: BaseException, verdict: Outcome) -> list[Request]:
@@ -694,6 +700,8 @@ class Actor:
         """End ``request``, if it has not ended, without its results; what waits of it waits no more."""
         if request.remaining:
             request.remaining = 0
+            if self._retries:
+                self._retries.forget(request)
             keys = request.keys
             for index in range(len(request.results)):
                 self._waiting.remove(request.first + index, keys and keys[index])

@@ -60,7 +60,7 @@ class Retries:
 
     @property
     def cost(self) -> int:
-        """Summed cost of all pieces, until they are taken also of works whose callers have left."""
+        """Summed cost of all pieces."""
         return sum(piece.cost for piece in self._pieces)
 
     def drop(self) -> list[Work]:
@@ -68,6 +68,14 @@ class Retries:
         works = [work for piece in self._pieces for work in piece.works]
         self._pieces.clear()
         return works
+
+    def forget(self, request: object) -> None:
+        """``request`` has ended: none of its works is to be run again."""
+        pieces, self._pieces = self._pieces, collections.deque()
+        for piece in pieces:
+            works = [work for work in piece.works if work[2] is not request]
+            if works:
+                self._pieces.append(piece if len(works) == len(piece.works) else piece.of(works))
 
     def again(self, piece: Piece) -> None:
         """Run ``piece`` next, once more."""

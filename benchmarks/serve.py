@@ -59,7 +59,7 @@ class Instant(VisionEncoderBackend[Image, Any, torch.Tensor]):
         return Preprocessed(None)
 
     def forward_batch(self, items: Sequence[Any], target_bucket: int | None = None) -> list[torch.Tensor]:
-        return [self._rows] * len(items)
+        return [self._rows.clone() for _ in items]
 
 
 class Decoding(Instant):

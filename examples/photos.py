@@ -69,7 +69,7 @@ class Labels(VisionEncoderBackend[Image, Tensor, Tensor]):
     @torch.inference_mode()
     def forward_batch(self, items: list[Tensor], target_bucket: int | None = None) -> list[Tensor]:
         logits = self.tower(torch.stack(items))  # (batch, 1000)
-        return [self.rows[label] for label in logits.argmax(dim=1).tolist()]
+        return [self.rows[label].clone() for label in logits.argmax(dim=1).tolist()]
 
 
 def photo(path: str) -> Image:

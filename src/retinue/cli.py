@@ -80,8 +80,9 @@ class Serve:
     """Address to listen on; 0.0.0.0 for all, which wants an API key."""
     port: int = 8000
     """Port to listen on; 0 for any that is free."""
-    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """What clients must send as a bearer token on /v1/*; also from the environment: RETINUE_API_KEY."""
+    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = field(default=None, repr=False)
+    """What clients must send as a bearer token. Others on this machine can read a command line; the
+    environment they cannot: RETINUE_API_KEY."""
     grace_s: Annotated[float, tyro.conf.arg(name="grace")] = 30.0
     """Seconds for what is in flight when the server is told to stop."""
     limits: tyro.conf.OmitArgPrefixes[ServerLimits] = field(default_factory=ServerLimits)
@@ -106,6 +107,8 @@ class Serve:
                 raise ValueError("--decoder-batch is for transformers; vLLM's own is -- --max-num-seqs N")
             if self.limits.max_concurrent_requests != ServerLimits.max_concurrent_requests:
                 raise ValueError("--max-concurrent-requests is not for vLLM, which queues what it cannot run")
+            if self.limits.max_header_bytes != ServerLimits.max_header_bytes:
+                raise ValueError("--max-header-bytes is not for vLLM, whose server reads the headers itself")
 
     def run(self, engine_options: Sequence[str] = ()) -> int:
         """Run the command; its exit status. ``engine_options``: what followed after a ``--``."""

@@ -151,7 +151,7 @@ class EncodeImages:
         elif scope["type"] == "http" and scope["path"] == "/ready":
             await (await self._ready(scope["app"].state))(scope, receive, send)
         elif scope["type"] == "http" and (not self._keys or bears_one_of(self._keys, scope)):
-            await self._front.images(scope, receive, send)
+            await self._front.app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -121,3 +122,16 @@ def test_values_whose_sum_is_too_large_are_finite_and_those_that_cancel_are_not(
     assert all_finite(torch.tensor([largest, -largest], dtype=dtype))
     assert not all_finite(torch.tensor([torch.inf, -torch.inf, 1.0], dtype=dtype))
     assert not all_finite(torch.tensor([1.0, torch.nan], dtype=dtype))
+    assert not all_finite(torch.tensor([1.0, 0, 1, 0, torch.nan, 0], dtype=dtype)[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rest", [0x00, 0xFF])
+def test_whether_a_value_is_finite_is_told_for_every_exponent(dtype: torch.dtype, rest: int) -> None:
+    exponents = torch.arange(2**16, dtype=torch.int32).to(torch.int16)  # with the sign and some digits
+    halves = torch.full((2**16, dtype.itemsize // 2), rest | rest << 8, dtype=torch.int32).to(torch.int16)
+    halves[:, -1 if sys.byteorder == "little" else 0] = exponents
+    values = halves.view(dtype).view(256, 256)
+    for row, finite in zip(values, values.isfinite(), strict=True):
+        assert all_finite(row) == bool(finite.all())
+        assert all_finite(row[:1]) == bool(finite[0])

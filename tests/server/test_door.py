@@ -68,8 +68,9 @@ async def test_without_a_key_everybody_may_enter() -> None:
     assert (await call(Door(Mirror()), CHAT)).status == 200
 
 
-async def test_what_is_not_under_v1_needs_no_key() -> None:
-    assert (await call(Door(Mirror(), api_key="sesame"), "/version", method="GET")).status == 200
+@pytest.mark.parametrize("path", ["/version", "/chat/completions", "//v1/chat/completions", "/invocations"])
+async def test_the_key_guards_every_path_that_a_server_behind_may_know(path: str) -> None:
+    assert (await call(Door(Mirror(), api_key="sesame"), path)).status == 401
 
 
 # -- how many ------------------------------------------------------------------------------------------

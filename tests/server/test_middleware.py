@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import orjson
 import pybase64
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from retinue.encoder import AsyncVisionEncoder
 from retinue.errors import DeadlineExceeded
 from retinue.media import MediaLoader, MediaPolicy
-from retinue.server.embeds import PARSED_REQUEST
+from retinue.server.embeds import PARSED_REQUEST, Embeds
 from retinue.server.middleware import EncodeImages, Ending
 
 from .asgi import Client, Mirror, Reply, call
@@ -381,6 +383,26 @@ async def test_a_large_body_is_read_like_a_small_one() -> None:
         [[said, part]] = contents_of(reply)
         assert said == text(long)
         assert torch.equal(embeds(part), rows_of(tag))
+
+
+@pytest.mark.parametrize(("rows", "on_the_loop"), [(2, True), (20_000, False)], ids=["small", "large"])
+async def test_only_small_embeddings_are_written_on_the_event_loop(rows: int, on_the_loop: bool) -> None:
+    class Sized(Tags):
+        def forward_batch(self, items: Sequence[int], target_bucket: int | None = None) -> list[Any]:
+            return [torch.full((rows, WIDTH), float(tag)) for tag in items]
+
+    writers: list[threading.Thread] = []
+    write = Embeds.text
+
+    def noted(of_one: Embeds, width: int | None) -> str:
+        writers.append(threading.current_thread())
+        return write(of_one, width)
+
+    with mock.patch.object(Embeds, "text", noted):
+        async with encoding(Mirror(), Sized()) as app:
+            [content] = contents_of(await call(app, CHAT, chat([image(1), image(2)])))
+    assert [embeds(part)[-1].tolist() for part in content] == [[1.0] * WIDTH, [2.0] * WIDTH]
+    assert [thread is threading.current_thread() for thread in writers] == [on_the_loop] * 2
 
 
 async def test_an_app_that_takes_artifacts_gets_them_as_they_are() -> None:

@@ -383,6 +383,19 @@ def test_the_one_command_serves_and_ends_well(server: Server, tmp_path: Path) ->
         assert other.diary == ["built", "closed"]
 
 
+def test_a_backend_that_is_lost_for_good_ends_the_server_with_status_1_if_it_is_to(tmp_path: Path) -> None:
+    command = [RETINUE, "serve", str(CHECKPOINT), "--engine", "vllm", "--encoder", "eyes:Doomed"]
+    command += ["--name", "demo", "--dtype", "float32", "--api-key", KEY]
+    command += ["--max-rebuilds", "0", "--exit-on-failure"]
+    command += ["--", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+    with running(command, tmp_path) as other:
+        other.wait_until_ready()
+        with pytest.raises(openai.InternalServerError, match="cannot answer now"):
+            answer(other, 4)
+        assert other.wait() == 1
+        assert other.diary == ["built", "closed"]
+
+
 def test_an_upstream_that_knows_nothing_of_us_sees_too(server: Server, tmp_path: Path) -> None:
     plain, front = tmp_path / "plain", tmp_path / "front"
     plain.mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens={self.max_new_tokens!r} is not an integer of 1 or more")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise InvalidInput(f"temperature={self.temperature!r} is not a number of 0 or more")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidInput(f"top_p={self.top_p!r} is not a number above 0 and at most 1")

@@ -47,7 +47,8 @@ class Preprocessed(Generic[ItemT]):
 class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
     """What an encoder author writes: ``build``, ``forward_batch``; if needed ``preprocess`` and ``close``.
 
-    The attributes are read once, when the encoder loads.
+    The attributes are read once, when the encoder loads; those about artifacts after ``build``, which may set
+    them.
     """
 
     #: Largest summed cost of one ``forward_batch``; None: no cap.
@@ -83,9 +84,13 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
     def forward_batch(self, items: list[ItemT], target_bucket: int | None = None) -> Sequence[ArtifactT]:
         """Encode one batch within the limits; return one artifact per item, in order. Actor thread.
 
-        The artifacts must be finished (synchronise the stream) and must be the callers' to keep: never
-        views of a buffer that a later call overwrites. A list or tuple, or an array whose first axis is
-        the batch.
+        A list or tuple, or an array whose first axis is the batch. The artifacts must be finished
+        (synchronise the stream) and the callers' to keep: never in a buffer that a later call overwrites.
+
+        An artifact that is an array must be ``(rows, hidden)`` with 1 row or more, of the declared
+        ``hidden_size`` and ``dtype``, finite, and where no artifact of an earlier call still is, be it a
+        constant; one that is not fails its own request alone. A view of a larger buffer, or what is not
+        contiguous, is copied; what requires a gradient is detached. All else, such as a list, is unchecked.
         """
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
 def _max_tokens(fields: Mapping[str, Any]) -> int:
     asked = {name: fields[name] for name in _MAX_TOKENS if name in fields}
     for name, value in asked.items():
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value < 2**63:  # beyond, one parser makes a float of it
             raise BadParameter(f"{name}={reprlib.repr(value)} is no integer of 1 or more", param=name)
     if len(set(asked.values())) > 1:
         both = " and ".join(f"{name}={value}" for name, value in asked.items())

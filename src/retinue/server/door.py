@@ -1,7 +1,8 @@
 """The door of the server: who may come in, how many at once, and for how long.
 
-Requests to ``/v1/…`` pass it; health and metrics do not. It also answers what nobody behind it has
-answered: an exception that escapes, or a request that took too long.
+Every request passes it, whatever its path, but for health and metrics: a path that means nothing to us may
+mean much to a server behind. It also answers what nobody behind it has answered: an exception that escapes,
+or a request that took too long.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__ = ["Door", "bears_one_of"]
 class Door:
     """Lets requests through to ``app``.
 
-    ``api_key``: what clients must send as a bearer token; None lets everybody in.
+    ``api_key``: what clients must send as a bearer token; None lets everybody in. ``ValueError`` for a key
+    that no client could send: an empty one, or one with white space at an end.
     ``max_concurrent_requests``: more POSTs at once get 429 before they are read.
     ``request_timeout_s``: a request that is not being answered by then gets 504; None for no deadline.
     """
@@ -38,7 +40,7 @@ class Door:
         request_timeout_s: float | None = 600.0,
     ) -> None:
         self._app = app
-        self._keys = [] if api_key is None else [api_key.encode()]
+        self._keys = [] if api_key is None else [_key(api_key)]
         self._max_concurrent_requests = max_concurrent_requests
         self._request_timeout_s = request_timeout_s
         self._pace = Pace()
@@ -48,7 +50,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._keys and not bears_one_of(self._keys, scope):
             response = refusal(401, "the API key is missing or wrong", code="invalid_api_key")
@@ -115,6 +117,13 @@ class _Answer:
             if self.deadline is not None:
                 self.deadline.cancel()
         await self._send(message)
+
+
+def _key(text: str) -> bytes:
+    """The bytes of a key; from the environment it may hold any, which Python writes as surrogates."""
+    if not text or text != text.strip():
+        raise ValueError("api_key is empty, or has white space at an end")  # without the key itself
+    return text.encode("utf-8", "surrogateescape")
 
 
 def bears_one_of(keys: Sequence[bytes], scope: Scope) -> bool:

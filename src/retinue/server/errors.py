@@ -40,6 +40,7 @@ _CODES: Mapping[type[RetinueError], str] = MappingProxyType(
 )
 _OURS = "the server failed to answer; its log says why"
 _UNAVAILABLE = "the server cannot answer now; its log says why"
+_MOST_CHARACTERS = 1000  # of what a client is told: it may quote the client, who may have said anything
 
 
 def status_of(error: BaseException) -> int:
@@ -78,7 +79,14 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
+    shown = None if param is None else _shown(param)
+    return {"error": {"message": _shown(message), "type": _type(status), "param": shown, "code": code}}
+
+
+def _shown(text: str) -> str:
+    """``text`` of a bounded length, and with half a surrogate pair, which UTF-8 cannot say, spelled out."""
+    short = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
+    return short.encode("utf-8", "backslashreplace").decode()
 
 
 def _type(status: int) -> str:

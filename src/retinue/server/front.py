@@ -13,6 +13,7 @@ from retinue.batching import BatchRecord, LifeRecord, Observer, RequestRecord
 from retinue.encoder import AsyncVisionEncoder, VisionEncoderBackend
 from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput
 from retinue.media import MediaLoader, MediaPolicy
+from retinue.server.connection import PacedBodies
 from retinue.server.embeds import Embeds
 from retinue.server.limits import EncodeLimits, FailurePolicy
 from retinue.server.metrics import Metrics
@@ -48,7 +49,10 @@ class _Observers:
 
 
 class Front:
-    """``images`` is the middleware in front of ``app``; ``build`` and ``close`` are the encoder's life."""
+    """``images`` is the middleware in front of the app that is given, ``app`` all that stands there.
+
+    ``build`` and ``close`` are the encoder's life.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Front:
             ended=self.metrics.ended,
             **middleware,
         )
+        self.app: ASGIApp = PacedBodies(self.images, limits.client_timeout_s)
         self.metrics.watch(self.encoder.pending)
         self.metrics.gauge("retinue_pending_bytes", "Bytes they hold", lambda: self.images.budget.held_bytes)
 

@@ -20,17 +20,22 @@ class EncodeLimits:
     """Memory for the bodies and pictures of requests that wait for the encoder; beyond it 429."""
     max_body_bytes: int = 64 * 2**20
     """Size of one request; beyond it 413."""
+    client_timeout_s: Annotated[float, tyro.conf.arg(name="client-timeout")] = 30.0
+    """Seconds that a client may keep us waiting: for its headers, for the next 64 KiB of its body, for it to
+    take more of an answer; beyond it 408, or the end of its connection."""
     client_embeds: bool = False
     """Let clients send prompt_embeds parts of their own. Only for clients that you trust as your own code."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_pending_bytes", "max_body_bytes")
+        _check_positive(self, "max_pending_bytes", "max_body_bytes", "client_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(EncodeLimits):
     """How much a server takes on. What is beyond a limit is refused at once."""
 
+    max_header_bytes: int = 2**16
+    """Size of a request's first line and headers, 32 bytes counted on top for each of them; beyond it 431."""
     max_concurrent_requests: int = 256
     """Requests in flight, from their first byte to their last; beyond it 429."""
     request_timeout_s: Annotated[float, tyro.conf.arg(name="request-timeout")] = 600.0
@@ -38,7 +43,7 @@ class ServerLimits(EncodeLimits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "max_concurrent_requests", "request_timeout_s")
+        _check_positive(self, "max_header_bytes", "max_concurrent_requests", "request_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)

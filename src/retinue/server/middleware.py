@@ -18,6 +18,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import orjson
@@ -28,7 +29,7 @@ from retinue.errors import DeadlineExceeded, InvalidInput, RetinueError
 from retinue.media import MediaLoader
 from retinue.server.budget import ByteBudget
 from retinue.server.connection import BodyTooLarge, ClientLeft, Connection
-from retinue.server.embeds import PARSED_REQUEST, Embeds
+from retinue.server.embeds import PARSED_REQUEST, Embeds, soon_written
 from retinue.server.errors import error_response, refusal
 from retinue.server.interruption import Interruption
 
@@ -135,7 +136,7 @@ class EncodeImages:
     ) -> tuple[Scope, bytes]:
         """The request for the app behind."""
         body = await connection.body(self._max_body_bytes, reserve)
-        request, written = await self._parsed(body)
+        request, write = await self._parsed(body)
         if self._place and _spells(self._place, request):
             raise InvalidInput(f"{self._place} is text that this server cannot take, in any field")
         parts = list(_image_parts(request, self._client_embeds))
@@ -143,19 +144,17 @@ class EncodeImages:
             return scope, body
         del body
         try:
-            embeds = await connection.unless_left(self._in_time(self._encode(parts, reserve)))
+            body = await connection.unless_left(
+                self._in_time(self._encode(parts, reserve, partial(write, request)))
+            )
         except BaseException as error:
             self._tell(len(parts), _ending(error))
             if isinstance(error, InvalidInput) and error.position is not None:
                 raise _Faulty(error, f"{parts[error.position].param}.image_url") from error
             raise
         self._tell(len(parts), "ok")
-        for image, data in zip(parts, embeds, strict=True):
-            image.part.clear()
-            image.part.update(type="prompt_embeds", data=data)
         if self._artifacts:
             return {**scope, PARSED_REQUEST: request}, b""
-        body = written(request)
         return {**scope, "headers": _with_length(scope["headers"], len(body))}, body
 
     async def _parsed(self, body: bytes) -> tuple[Any, Callable[[Any], bytes]]:
@@ -176,14 +175,24 @@ class EncodeImages:
         raise DeadlineExceeded(f"not encoded within encode_timeout_s={self._encode_timeout_s:g}")
 
     async def _encode(
-        self, parts: Sequence[_ImagePart], reserve: Callable[[int], None]
-    ) -> Sequence[Embeds | str]:
+        self, parts: Sequence[_ImagePart], reserve: Callable[[int], None], write: Callable[[], bytes]
+    ) -> bytes:
+        """Replace ``parts`` in their places; return what ``write`` makes of the request then, if need be."""
         images = await self._media.load([image.url for image in parts], reserve=reserve)
         embeds = Embeds.of(await self._encoder.encode(images))
         del images
         if self._artifacts:
-            return embeds
-        return await asyncio.to_thread(lambda: [of_one.text(self.width) for of_one in embeds])
+            _replace(parts, embeds)
+            return b""
+
+        def written() -> bytes:
+            _replace(parts, [of_one.text(self.width) for of_one in embeds])
+            try:
+                return write()
+            except (TypeError, RecursionError):  # a parser reads deeper than a writer writes
+                raise InvalidInput("the request is nested too deeply") from None
+
+        return written() if soon_written(embeds) else await asyncio.to_thread(written)
 
     def _tell(self, images: int, ending: Ending) -> None:
         if self._ended is not None:
@@ -262,6 +271,12 @@ def _url(part: dict[str, Any], param: str) -> str:
     if not isinstance(url, str):
         raise _Faulty(InvalidInput("an image_url part needs {'image_url': {'url': '...'}}"), param)
     return url
+
+
+def _replace(parts: Sequence[_ImagePart], embeds: Sequence[Embeds | str]) -> None:
+    for image, data in zip(parts, embeds, strict=True):
+        image.part.clear()
+        image.part.update(type="prompt_embeds", data=data)
 
 
 def _with_length(headers: Sequence[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from retinue.server.protocol import bounded
 from retinue.server.stack import Stack
 
 __all__ = ["bind", "listening", "serve", "url_of"]
@@ -40,6 +41,8 @@ class _Server(uvicorn.Server):
 def _server(stack: Stack, grace_s: float) -> _Server:
     config = uvicorn.Config(
         stack.app,
+        http=bounded(stack.limits),
+        ws="none",
         lifespan="off",
         log_level="warning",
         access_log=False,

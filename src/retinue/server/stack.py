@@ -57,7 +57,7 @@ class Stack:
         observer: Observer | None = None,
         join_timeout_s: float = 10.0,
     ) -> None:
-        limits = limits or ServerLimits()
+        self.limits = limits = limits or ServerLimits()
         self._model_id = model_id
         self._behind = behind
         self._front = Front(
@@ -73,7 +73,7 @@ class Stack:
         self.encoder, self.metrics = self._front.encoder, self._front.metrics
         self.readiness = self._front.readiness
         door = Door(
-            self._front.images,
+            self._front.app,
             api_key=api_key,
             max_concurrent_requests=limits.max_concurrent_requests,
             request_timeout_s=limits.request_timeout_s,

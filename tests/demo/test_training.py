@@ -18,7 +18,7 @@ TINY = Recipe(
     seeing_steps=2,
     seeing_batch=4,
     new_pictures=12,
-    answering_rounds=((2, 1e-3),),
+    answering_steps=2,
     answering_batch=2,
     requests=4,
 )

@@ -49,12 +49,14 @@ class Recipe:
     """How much of what. The defaults made the checkpoint that is shipped."""
 
     pictures: int = 70_000
-    seeing_steps: int = 4_500
+    seeing_steps: int = 5_000
     seeing_batch: int = 96
     seeing_rate: float = 2e-3
     new_pictures: int = 40_000
-    answering_rounds: tuple[tuple[int, float], ...] = ((3_500, 8e-4), (4_000, 4e-4))  # steps, rate
+    answering_steps: int = 3_000
     answering_batch: int = 24
+    answering_rate: float = 1e-2  # of the layers' matrices
+    answering_rest_rate: float = 1e-3  # of embeddings, norms, biases and markers
     requests: int = 2_000  # measured, for each kind of picture and of question
 
 
@@ -106,7 +108,7 @@ def _size(rng: random.Random) -> tuple[int, int]:
 
 
 class Heads(nn.Module):
-    """Names a picture's digit and color from the mean of its rows."""
+    """Names a picture's digit and color from its begin row: the language model need look at no other."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -115,8 +117,8 @@ class Heads(nn.Module):
 
     def forward(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits of the digits and of the colors of pictures whose rows are each (cells + 2, hidden_size)."""
-        means = torch.stack([of_one.mean(0) for of_one in rows])  # (pictures, hidden_size)
-        return self.digit(means), self.color(means)
+        begins = torch.stack([of_one[0] for of_one in rows])  # (pictures, hidden_size)
+        return self.digit(begins), self.color(begins)
 
     def loss(self, rows: Sequence[Tensor], labels: Sequence[Label]) -> Tensor:
         """Cross entropy, with the color's share reduced: colors are learnt early."""
@@ -301,12 +303,12 @@ def learn_to_see(
     rng = random.Random(2)
     parts = [vision.stem, vision.blocks, vision.norm, vision.projector, heads]
     weights = [vision.row, vision.column, vision.bounds, *nn.ModuleList(parts).parameters()]
-    optimizer, schedule = _descent(weights, recipe.seeing_rate, recipe.seeing_steps)
+    descent = Descent([_adam(weights, recipe.seeing_rate)], recipe.seeing_steps)
     for step in range(1, recipe.seeing_steps + 1):
         shown = rng.choices(pool, k=recipe.seeing_batch)
         rows = vision([picture.pixels for picture in shown])
         loss = heads.loss(rows, [picture.label for picture in shown])
-        _descend(loss, optimizer, schedule, weights)
+        descent.step(loss)
         if step % 500 == 0:
             clock.say(f"seeing, step {step}: loss {loss.item():.3f}")
     for name, glyphs in _held_out().items():
@@ -335,35 +337,37 @@ def learn_to_answer(
     writer = Writer(tokens)
     image_pad = _image_pad(tokens)
     nn.init.normal_(vision.markers)
-    weights = [*text.parameters(), vision.markers]
+    matrices = [weight for weight in text.model.layers.parameters() if weight.ndim == 2]
+    others = [weight for weight in text.parameters() if not any(weight is matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, recipe.answering_rate, weight_decay=0.02, adjust_lr_fn="original")
+    adam = _adam([*others, vision.markers], recipe.answering_rest_rate)
+    descent = Descent([muon, adam], recipe.answering_steps)
     most = 1
 
     def example() -> Example:
         return writer.training_example(rng, rng.choices(seen, k=rng.randint(1, most)))
 
     source = batches(example, rng, recipe.answering_batch)
-    for done, (steps, rate) in enumerate(recipe.answering_rounds):
-        optimizer, schedule = _descent(weights, rate, steps)
-        recent = 0.0
-        for step in range(1, steps + 1):
-            most = _most_images(done + step / steps)
-            examples = next(source)
-            rows = [vision.mark(of_one.rows) for example in examples for of_one in example.seen]
-            ids = _rectangle([example.ids for example in examples], int(tokens.pad_token_id))
-            targets = _rectangle([example.targets for example in examples], _NOT_LEARNT)[:, 1:]
-            embeddings = embed(text, ids, rows, image_pad)
-            hidden = text.model(inputs_embeds=embeddings).last_hidden_state[:, :-1]
-            learnt = targets != _NOT_LEARNT
-            loss = functional.cross_entropy(text.lm_head(hidden[learnt]), targets[learnt])
-            _descend(loss, optimizer, schedule, weights)
-            recent += loss.item()
-            if step % 500 == 0:
-                clock.say(f"answering, round {done + 1}, step {step}: loss {recent / 500:.4f}")
-                recent = 0.0
+    recent = 0.0
+    for step in range(1, recipe.answering_steps + 1):
+        most = _most_images(step / recipe.answering_steps)
+        examples = next(source)
+        rows = [vision.mark(of_one.rows) for example in examples for of_one in example.seen]
+        ids = _rectangle([example.ids for example in examples], int(tokens.pad_token_id))
+        targets = _rectangle([example.targets for example in examples], _NOT_LEARNT)[:, 1:]
+        embeddings = embed(text, ids, rows, image_pad)
+        hidden = text.model(inputs_embeds=embeddings).last_hidden_state[:, :-1]
+        learnt = targets != _NOT_LEARNT
+        loss = functional.cross_entropy(text.lm_head(hidden[learnt]), targets[learnt])
+        descent.step(loss)
+        recent += loss.item()
+        if step % 500 == 0:
+            clock.say(f"answering, step {step}: loss {recent / 500:.4f}")
+            recent = 0.0
 
 
 def _most_images(progress: float) -> int:
-    """How many images the conversations are about at most, by the progress in the first round."""
+    """How many images the conversations are about at most."""
     return 1 if progress < 0.08 else 2 if progress < 0.2 else 4
 
 
@@ -373,19 +377,33 @@ def _rectangle(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
 
 
-def _descent(weights: list[nn.Parameter], rate: float, steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.02)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.08)
+def _adam(weights: Sequence[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, rate, weight_decay=0.02)
 
 
-def _descend(
-    loss: Tensor, optimizer: torch.optim.Optimizer, schedule: Any, weights: list[nn.Parameter]
-) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(weights, 1.0)
-    optimizer.step()
-    schedule.step()
+class Descent:
+    """Steps down the gradient at rates that rise for a twelfth of the way and then fall to nothing."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], steps: int) -> None:
+        self._optimizers = optimizers
+        self._weights = [w for each in optimizers for group in each.param_groups for w in group["params"]]
+        self._schedules = [
+            torch.optim.lr_scheduler.OneCycleLR(
+                each, each.defaults["lr"], steps, pct_start=0.08, cycle_momentum=False
+            )
+            for each in optimizers
+        ]
+
+    def step(self, loss: Tensor) -> None:
+        """Take one."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._weights, 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for schedule in self._schedules:
+            schedule.step()
 
 
 def save(out: Path, vision: DigitVision, text: Qwen2ForCausalLM, tokens: PreTrainedTokenizerFast) -> None:
@@ -443,7 +461,7 @@ _SMOKE = Recipe(
     seeing_steps=2,
     seeing_batch=8,
     new_pictures=64,
-    answering_rounds=((2, 1e-3), (2, 1e-3)),
+    answering_steps=4,
     answering_batch=4,
     requests=4,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from retinue.errors import EncoderFailed
 from retinue.prompt.layout import lay_out, name_image
 
-__all__ = ["Prompt", "all_finite", "splice"]
+__all__ = ["Prompt", "all_finite", "pieces", "splice"]
 
 _FEW_BYTES = 2**15
 _ALONE = 2**15 - 1  # elements; from there on torch divides its work
@@ -74,24 +74,15 @@ def splice(
 
 
 def _clear(rows: Tensor) -> None:
-    for piece in _pieces(rows):
+    for piece in pieces(rows):
         piece.zero_()
 
 
 def _copy(image: Tensor, rows: Tensor) -> bool:
     """Copy and cast; whether all that came of it is finite, asked while it is in the cache."""
     return all(
-        _is_finite(piece.copy_(source)) for source, piece in zip(_pieces(image), _pieces(rows), strict=True)
+        _is_finite(piece.copy_(source)) for piece, source in zip(pieces(rows), pieces(image), strict=True)
     )
-
-
-def _pieces(values: Tensor) -> Sequence[Tensor]:
-    """``values`` in rows so few that torch works on them alone, without its other threads.
-
-    Those it would wait for; where an engine of vLLM's has the cores, 15 ms of CPU time and more on the clock.
-    """
-    pieces: tuple[Tensor, ...] = values.split(max(1, _ALONE * len(values) // max(1, values.numel())))
-    return pieces
 
 
 def _checked(artifact: Any, hidden_size: int, name: str) -> Tensor:
@@ -115,11 +106,20 @@ def _common_dtype(images: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
+def pieces(values: Tensor) -> Sequence[Tensor]:
+    """``values`` in rows so few that torch works on them alone, without its other threads.
+
+    Those it would wait for, and long where an engine has the cores; docs/log.md has the figures.
+    """
+    divided: tuple[Tensor, ...] = values.split(max(1, _ALONE * len(values) // max(1, values.numel())))
+    return divided
+
+
 def all_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite; ``values`` are of floating point."""
     if values.device.type != "cpu":
         return _is_finite(values)
-    return _far_from_infinite(values) or all(map(_is_finite, _pieces(values)))
+    return _far_from_infinite(values) or all(map(_is_finite, pieces(values)))
 
 
 def _is_finite(values: Tensor) -> bool:

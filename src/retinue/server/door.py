@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retinue.batching.pace import Pace
-from retinue.errors import DeadlineExceeded, Overloaded
+from retinue.errors import DeadlineExceeded, EncoderUnavailable, Overloaded
 from retinue.server.errors import error_response, refusal
 from retinue.server.interruption import Interruption
 
@@ -45,6 +45,8 @@ class Door:
         self._request_timeout_s = request_timeout_s
         self._pace = Pace()
         self._ended_s = 0.0  # when a request ended last
+        self._unanswered: set[Interruption] = set()
+        self._is_shut = False
         self.in_flight = 0
         self.rejected = 0
 
@@ -64,6 +66,12 @@ class Door:
         else:
             await self._through(scope, receive, send)
 
+    def shut(self) -> None:
+        """Answer 503 to all whose answer has not begun, and to who comes from now on."""
+        self._is_shut = True
+        for interruption in list(self._unanswered):
+            interruption.interrupt()
+
     def _full(self) -> Overloaded:
         return Overloaded(
             f"{self.in_flight} requests are being answered, max_concurrent_requests="
@@ -76,7 +84,7 @@ class Door:
         self.in_flight += 1
         began_s = time.monotonic()
         try:
-            await self._within_deadline(answer, self._app(scope, receive, answer.send))
+            await self._until_interrupted(answer, self._app(scope, receive, answer.send))
         except Exception as error:
             if answer.began:
                 raise  # the server cuts the connection, so that the client sees that this is not the end
@@ -87,35 +95,47 @@ class Door:
             self._pace.note(1, now_s - max(began_s, self._ended_s))
             self._ended_s = now_s
 
-    async def _within_deadline(self, answer: _Answer, work: Awaitable[None]) -> None:
-        """Run ``work`` to its end, or until the deadline if its answer has not begun by then."""
-        if self._request_timeout_s is None:
-            return await work
-        with Interruption() as deadline:
-            answer.deadline = asyncio.get_running_loop().call_later(
-                self._request_timeout_s, deadline.interrupt
+    async def _until_interrupted(self, answer: _Answer, work: Awaitable[None]) -> None:
+        """Run ``work`` to its end, or to the deadline or the shutdown if its answer has not begun by then."""
+        with Interruption() as interruption:
+            self._unanswered.add(interruption)
+            deadline = (
+                None
+                if self._request_timeout_s is None
+                else asyncio.get_running_loop().call_later(self._request_timeout_s, interruption.interrupt)
             )
+
+            def keep() -> None:
+                self._unanswered.discard(interruption)
+                if deadline is not None:
+                    deadline.cancel()
+
+            answer.keep = keep
+            if self._is_shut:
+                interruption.interrupt()
             try:
                 return await work
             finally:
-                answer.deadline.cancel()
+                keep()
+        if self._is_shut:
+            raise EncoderUnavailable("shut down before the request was answered")
         raise DeadlineExceeded(f"not answered within request_timeout_s={self._request_timeout_s:g}")
 
 
 class _Answer:
-    """Notices when the answer begins, and that the deadline is kept then."""
+    """Notices when the answer begins, from when on nothing may interrupt it: ``keep`` is called."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.began = False
-        self.deadline: asyncio.TimerHandle | None = None
+        self.keep: Callable[[], None] | None = None
 
     async def send(self, message: Message) -> None:
         """``send`` of ASGI."""
         if message["type"] == "http.response.start":
             self.began = True
-            if self.deadline is not None:
-                self.deadline.cancel()
+            if self.keep is not None:
+                self.keep()
         await self._send(message)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retinue.errors import EncoderFailed, InvalidInput
-from retinue.prompt.tensors import all_finite
+from retinue.prompt.tensors import all_finite, pieces
 
 __all__ = ["PARSED_REQUEST", "Embeds", "rows_of_text", "soon_written"]
 
@@ -75,7 +75,7 @@ class Embeds:
 
     def text(self, width: int | None = None) -> str:
         """The data of its part, for a server that reads ``prompt_embeds`` parts; raises as ``rows`` does."""
-        return pybase64.b64encode_as_string(_saved(self.rows(width).contiguous()))
+        return pybase64.b64encode_as_string(_saved(self.rows(width)))
 
 
 def soon_written(embeds: Sequence[Embeds]) -> bool:
@@ -89,7 +89,7 @@ def _is_here(artifact: Any) -> TypeGuard[Tensor]:
 
 
 def _saved(rows: Tensor) -> bytes:
-    """What ``torch.save`` writes for ``rows``, contiguous and on the CPU, but for its id of the archive.
+    """What ``torch.save`` writes for ``rows``, on the CPU, but for its id of the archive.
 
     That takes 100 us for the smallest tensor, and gives the interpreter's lock away dozens of times. But what
     it writes around the values is the same for all tensors of one shape and dtype.
@@ -97,6 +97,7 @@ def _saved(rows: Tensor) -> bytes:
     around = _around(rows.shape, rows.dtype) if rows.nbytes <= _SMALL_BYTES else None
     if around is None:
         return _as_torch_saves(rows)
+    rows = rows.contiguous()
     values = ctypes.string_at(rows.data_ptr(), rows.nbytes)
     checksum = _checksum(values)
     before, between, beyond, after = around
@@ -122,8 +123,11 @@ def _around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes, bytes,
 
 
 def _as_torch_saves(rows: Tensor) -> bytes:
+    own = torch.empty(rows.shape, dtype=rows.dtype)  # a view would bring its whole storage along
+    for piece, source in zip(pieces(own), pieces(rows), strict=True):
+        piece.copy_(source)
     file = io.BytesIO()
-    torch.save(rows.clone(), file)  # a view would bring its whole storage along
+    torch.save(own, file)
     return file.getvalue()
 
 

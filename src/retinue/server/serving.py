@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -48,7 +49,7 @@ def _server(stack: Stack, grace_s: float) -> _Server:
         access_log=False,
         server_header=False,
         date_header=False,  # an upstream sends its own
-        timeout_graceful_shutdown=max(1, round(grace_s)),
+        timeout_graceful_shutdown=math.ceil(grace_s) + 1,  # for the last answers
     )
     return _Server(config)
 
@@ -104,7 +105,7 @@ async def _serve(
     stack: Stack, name: str, listener: socket.socket, grace_s: float, exit_on_failure: bool
 ) -> int:
     server, url = _server(stack, grace_s), url_of(listener)
-    stopping = _stop_on_signals(stack, server)
+    stopping = _stop_on_signals(stack, server, grace_s)
     serving = asyncio.create_task(server.serve([listener]))
     building = asyncio.create_task(stack.build())
     status = 0
@@ -135,8 +136,11 @@ async def _serve(
     return status
 
 
-def _stop_on_signals(stack: Stack, server: _Server) -> list[float]:
-    """Handle SIGINT and SIGTERM; when the first came is put into the list that this returns."""
+def _stop_on_signals(stack: Stack, server: _Server, grace_s: float) -> list[float]:
+    """Handle SIGINT and SIGTERM; when the first came is put into the list that this returns.
+
+    Who is not being answered ``grace_s`` later is told of the shutdown.
+    """
     stopping: list[float] = []
 
     def stop(number: int) -> None:
@@ -145,9 +149,11 @@ def _stop_on_signals(stack: Stack, server: _Server) -> list[float]:
         stopping.append(time.monotonic())
         stack.drain()
         server.should_exit = True
+        loop.call_later(grace_s, stack.shut)
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stop, number)
     return stopping
 
 

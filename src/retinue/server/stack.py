@@ -80,6 +80,7 @@ class Stack:
         )
         self.metrics.gauge("retinue_requests_in_flight", "Requests in flight", lambda: door.in_flight)
         self.metrics.gauge("retinue_rejected", "Requests refused at the door", lambda: door.rejected)
+        self._door = door
         self.app: ASGIApp = Operations(door, readiness=self.readiness, metrics=self.metrics.text)
 
     async def build(self) -> None:
@@ -95,6 +96,10 @@ class Stack:
     def drain(self) -> None:
         """Say that it is not ready any more; what is in flight goes on."""
         self._front.drain()
+
+    def shut(self) -> None:
+        """Answer 503 to all whose answer has not begun."""
+        self._door.shut()
 
     async def close(self) -> None:
         """End all parts; each is ended, even if another fails to."""

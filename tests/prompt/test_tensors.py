@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,3 +137,34 @@ def test_whether_a_value_is_finite_is_told_for_every_exponent(dtype: torch.dtype
     for row, finite in zip(values, values.isfinite(), strict=True):
         assert all_finite(row) == bool(finite.all())
         assert all_finite(row[:1]) == bool(finite[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux, to count threads")
+def test_none_of_torchs_other_threads_is_put_to_work() -> None:
+    """They begin with the first tensor that is large enough for two."""
+    program = """
+import os, torch
+from retinue.prompt.tensors import all_finite, splice
+from retinue.server.embeds import Embeds
+
+torch.set_num_threads(3)
+batch = torch.empty(2, 600, 2048)
+for row in batch.view(-1, 2048):
+    row.fill_(1.0)
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+for artifact in (batch[0], batch[1, :, ::2]):
+    width = artifact.shape[1]
+    token_ids = [5] * 600 + [-1] + [5] * 600
+    splice(token_ids, -1, [artifact], hidden_size=width)
+    splice(token_ids, -1, [artifact], hidden_size=width, dtype=torch.bfloat16)
+    assert all_finite(artifact)
+    Embeds(artifact, 1, 1).text()
+print(count() - before)
+artifact.clone()
+print(count() - before)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ended.stdout == "0\n2\n"

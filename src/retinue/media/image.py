@@ -15,6 +15,8 @@ Any thread may call anything in this module: there is no state.
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,6 +46,8 @@ _MAX_PIECES = 100_000
 _MAX_METADATA_BYTES = 2**24
 # As many as a progressive encoder ever writes, several times over; each scan is a pass over all pixels.
 _MAX_SCANS = 100
+_SCAN = b"\xff\xda"
+_SCAN_OR_END = re.compile(rb"\xff[\xda\xd9]")  # coded data never holds the latter, so it is the end
 
 # JPEG is decoded at the smallest scale that is at least so many times the wanted size. With 1.4, 1080p comes
 # to 336 px from a quarter; docs/log.md has what that costs.
@@ -372,8 +376,8 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_scans(data: bytes, start: int) -> None:
-    end = data.find(b"\xff\xd9", start)  # coded data never holds this pair, so it is the end
-    scans = data.count(b"\xff\xda", start, end if end >= 0 else len(data))
+    marks = (mark[0] for mark in _SCAN_OR_END.finditer(data, start))
+    scans = sum(1 for _ in itertools.takewhile(lambda mark: mark == _SCAN, marks))
     if scans > _MAX_SCANS:
         raise InvalidInput(f"{scans} JPEG scans, more than {_MAX_SCANS}")
 

@@ -142,7 +142,8 @@ class Actor:
         self._words = words
         self._clock = clock
         self._tracer = Tracer(observer, clock)
-        self._is_traced = observer is not None or max_wait_s > 0
+        self._is_observed = observer is not None
+        self._is_traced = self._is_observed or max_wait_s > 0
         self._lock = threading.Lock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._state = State.NEW
@@ -412,15 +413,18 @@ class Actor:
         """Run one batch of what waits now, or a piece of one that failed; False if there was none."""
         with self._lock:
             piece, left, self._untold, claimed_s = self._claim()
-        self._tracer.requests(left, left=True)
-        self._announce(self._untold)
-        self._untold = ()
+        if left:
+            self._tracer.requests(left, left=True)
+        if self._untold:
+            self._announce(self._untold)
+            self._untold = ()
         if piece is None:
             return False
         self._batches += 1
         works = piece.works
         bucket = self._limits.rung(piece.cost)
-        self._tracer.claimed(works, self._batches, claimed_s)
+        if self._is_observed:
+            self._tracer.claimed(works, self._batches, claimed_s)
         results, error, verdict = self._call([work[0] for work in works], bucket)
         duration_s = self._clock() - claimed_s
         if error is not None:
@@ -433,7 +437,7 @@ class Actor:
             if self._state is State.STUCK:
                 self._state = _RUNNING
         self._tell(self._untold)
-        if self._tracer:
+        if self._is_observed:
             self._report_batch(piece, bucket, claimed_s, duration_s, "late" if was_late else verdict)
             self._tracer.requests(self._untold)
         self._untold = ()

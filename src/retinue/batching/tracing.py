@@ -34,9 +34,6 @@ class Tracer:
         self._observer = observer
         self._clock = clock
 
-    def __bool__(self) -> bool:
-        return self._observer is not None
-
     def claimed(self, works: Iterable[Work], batch: int, claimed_s: float) -> None:
         """A batch has claimed these works."""
         if self._observer is not None:

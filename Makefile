@@ -55,6 +55,15 @@ AUDIT := --vulnerability-service osv --strict --no-deps --disable-pip --progress
 	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
 	@touch $@
 
+# Half an hour: ten minutes of fault schedules, a million requests, ten minutes of chaos over HTTP, then fuzzing.
+soak: $(READY)
+	@mkdir -p .soak
+	$(BIN)/python -m tests.faults.soak --minutes 10 --json .soak/schedules.json
+	$(BIN)/python -m tests.chaos.hygiene --json .soak/hygiene.json
+	$(BIN)/python -m tests.chaos.soak --minutes 10 --json .soak/chaos.json
+	$(BIN)/python -m tests.chaos.figures .soak
+	RETINUE_SOAK=1 $(BIN)/python -m pytest tests/fuzz
+
 bench: $(READY) .bench/ready
 	$(BIN)/python -m benchmarks
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from retinue.batching.pace import Pace
+from retinue.batching.request import Request
 from retinue.errors import EncoderFailed, InvalidInput, Overloaded
 
 from .support import ByHand, Clock, Echo, Gate, Watch, open_actor, settle, tags
@@ -147,3 +148,14 @@ def test_a_pace_is_unknown_until_a_call_has_ended_and_then_forgets_slowly() -> N
     for _ in range(100):
         pace.note(10, 2.0)
     assert pace.seconds_for(20) == pytest.approx(4.0, rel=1e-3)
+
+
+async def test_a_caller_who_leaves_a_request_that_was_refused_ends_nothing() -> None:
+    actor = open_actor(Echo(), max_pending_cost=1)
+    loop = asyncio.get_running_loop()
+    actor.enqueue(loop, ["first"])
+    refused = Request.to_wake(loop.create_future())
+    with pytest.raises(Overloaded):
+        actor.enqueue(loop, ["second"], [1], [None], refused)
+    actor.withdraw(refused)
+    assert actor.pending().items == 1

@@ -246,7 +246,6 @@ class Actor:
             request.future = asyncio.Future(loop=loop)
         request.keys = keys
         request.results = [None] if count == 1 else [None] * count
-        request.remaining = count
         request.error = None
         request.trace = None
         self._acquire()  # not ``with``, which costs twice as much, here where it shows
@@ -259,6 +258,7 @@ class Actor:
             if self._is_traced:
                 request.trace = Trace(sum(costs) if costs else count, self._clock(), waiting)
             request.first = waiting.arrivals
+            request.remaining = count  # not before it is let in: nobody may end it who does not find it
             if count == 1 and costs is None and keys is None:
                 waiting.add((items[0], 1, request, 0))
             else:

@@ -551,6 +551,25 @@ async def test_after_a_cancellation_nothing_of_a_request_stays_referenced(claime
     assert dead(watched)
 
 
+async def test_the_traceback_of_a_cancellation_keeps_no_result() -> None:
+    made: list[weakref.ref[Seen]] = []
+
+    def fn(items: list[Any]) -> list[Seen]:
+        results = [Seen(item) for item in items]
+        made.extend(weakref.ref(result) for result in results)
+        return results
+
+    hand = ByHand(fn, max_batch_items=1)
+    leaver = hand.submit("first", "second")
+    await hand.step()
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await leaver
+    await hand.run_dry()
+    assert dead(*made)
+    assert cancelled.value.__traceback__ is not None
+
+
 async def test_after_a_close_nothing_of_a_request_stays_referenced() -> None:
     hand = ByHand(Echo())
     item = Item()

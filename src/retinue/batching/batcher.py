@@ -200,6 +200,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             raise
         except BaseException:
             self._actor.withdraw(request)
+            del request  # it may have results already, which a traceback through here must not keep
             raise
         if request.error is None:
             return request.results

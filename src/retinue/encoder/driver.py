@@ -440,7 +440,7 @@ class _Preparation:
         self.end(None)
         with self._lock:
             self._left = True
-            request = self._request
+            request, self._request = self._request, None
         if request is not None:
             withdraw(request)
 
@@ -473,6 +473,7 @@ class _Preparation:
                 return
             ready, self._ready = self._ready, []
             self._request = request = Request.to_wake(self._future)
+        del prepared  # a traceback through the next line must not keep it
         self._batch(request, ready)
 
     def _batch(self, request: Request, ready: list[Preprocessed[Any]]) -> None:
@@ -490,7 +491,7 @@ class _Preparation:
             self._wake()
             return
         finally:
-            del ready
+            ready.clear()  # the caller's, too
         with self._lock:
             left = self._left
         if left:  # before the batcher knew the request

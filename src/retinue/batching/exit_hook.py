@@ -40,19 +40,27 @@ def register(thread: threading.Thread, actor: _Closable, *, grace_s: float) -> N
     with _lock:
         if _exiting:
             raise RuntimeError(f"{thread.name} cannot start: the interpreter is exiting")
+        first = all(known is not actor for known, _ in _live.values())
         _live[thread] = (actor, grace_s)
         if not _registered:
             threading._register_atexit(_end_all)  # type: ignore[attr-defined]
             if hasattr(os, "register_at_fork"):
                 os.register_at_fork(after_in_child=_after_fork)
             _registered = True
-    actor.stopped.add_done_callback(lambda _: forget(thread))
+    if first:  # an actor that is built again and again registers many threads
+        actor.stopped.add_done_callback(lambda _: _forget_all_of(actor))
 
 
 def forget(thread: threading.Thread) -> None:
     """``thread`` has ended."""
     with _lock:
         _live.pop(thread, None)
+
+
+def _forget_all_of(actor: _Closable) -> None:
+    with _lock:
+        for thread in [thread for thread, (known, _) in _live.items() if known is actor]:
+            del _live[thread]
 
 
 def _after_fork() -> None:

@@ -93,9 +93,11 @@ class ByHand:
     The only place where a test reaches into a batcher: for the actor that it is the face of.
     """
 
-    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], clock: Clock | None = None, **options: Any) -> None:
         self.batcher: Batcher = ThreadedMicroBatcher(fn, **options)
         self.actor: Actor = self.batcher._actor
+        if clock is not None:
+            self.actor._clock = clock
         assert self.actor.begin()
         assert self.actor.open()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Collection
 
 import pytest
@@ -219,8 +220,6 @@ async def test_what_waits_to_be_run_again_counts_as_pending() -> None:
 
 @pytest.mark.usefixtures("quiet")
 async def test_after_an_isolation_no_item_stays_referenced() -> None:
-    import weakref
-
     fn = Poisoned("bad")
     hand = ByHand(fn)
     items = [Item(tag) for tag in ("a", "bad", "c")]

@@ -262,7 +262,7 @@ async def test_rebuilds_are_counted_within_the_window_only() -> None:
 # ---- a call that does not end
 
 
-def stuck(clock: Clock, watch: LifeWatch, gate: Gate, **options: Any) -> tuple[Actor, threading.Thread]:
+def stuck(clock: Clock, watch: LifeWatch, gate: Gate) -> tuple[Actor, threading.Thread]:
     """An actor, driven by hand, inside a call on another thread."""
     actor = open_actor(
         gate,
@@ -270,7 +270,6 @@ def stuck(clock: Clock, watch: LifeWatch, gate: Gate, **options: Any) -> tuple[A
         clock=clock,
         observer=watch,
         recovery=Recovery(forward_timeout_s=5.0),
-        **options,
     )
     loop = asyncio.get_running_loop()
     actor.enqueue(loop, ["late"])
@@ -284,9 +283,8 @@ async def test_the_callers_of_a_late_call_get_deadline_exceeded_and_those_behind
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, watch, gate = Clock(), LifeWatch(), Gate()
-    hand = ByHand(gate, max_batch_items=1, forward_timeout_s=5.0, observer=watch)
+    hand = ByHand(gate, clock, max_batch_items=1, forward_timeout_s=5.0, observer=watch)
     actor = hand.actor
-    actor._clock = clock
     callers = [hand.submit(tag) for tag in ("late", "behind")]
     await settle()
     thread = threading.Thread(target=actor.step)
@@ -338,6 +336,33 @@ async def test_a_shutdown_of_a_stuck_batcher_stays_a_shutdown() -> None:
     gate.open()
     await asyncio.to_thread(thread.join, SOON_S)
     assert actor.state is State.CLOSED
+
+
+async def test_a_thread_that_dies_of_a_late_call_leaves_the_next_one_free() -> None:
+    class Breaks(Clock):
+        broken = False
+
+        def __call__(self) -> float:
+            if self.broken:
+                self.broken = False
+                raise Crash("no time")
+            return super().__call__()
+
+    clock, gate = Breaks(), Gate()
+    recovery = Recovery(forward_timeout_s=5.0)
+    actor = open_actor(gate, clock=clock, recovery=recovery, respawn=lambda: None)
+    actor.enqueue(asyncio.get_running_loop(), ["late"])
+    thread = threading.Thread(target=actor.run)
+    thread.start()
+    await gate.inside()
+    clock.tick(5.0)
+    actor.watch()
+    assert actor.state is State.STUCK
+    clock.broken = True
+    gate.open()
+    await asyncio.to_thread(thread.join, SOON_S)
+    actor.check_open()
+    assert actor.build()
 
 
 async def test_a_watching_thread_finds_a_late_call_and_ends_with_the_batcher() -> None:

@@ -172,11 +172,6 @@ class Actor:
         with self._lock:
             return self._state
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the backend is, until it has been built again."""
-        return self._lost is not None
-
     def begin(self) -> bool:
         """Claim the right to run it; True for the first caller only."""
         with self._lock:
@@ -430,12 +425,9 @@ class Actor:
         if error is not None:
             forget_frames(error)
         with self._lock:
-            self._running = self._began_s = None
+            was_late = self._leave_call()
             self._pace.note(piece.cost, duration_s)
             self._untold = self._settle(piece, results, error, verdict)
-            was_late, self._is_late = self._is_late, False
-            if self._state is State.STUCK:
-                self._state = _RUNNING
         self._tell(self._untold)
         if self._is_observed:
             self._report_batch(piece, bucket, claimed_s, duration_s, "late" if was_late else verdict)
@@ -467,7 +459,7 @@ class Actor:
             if self._state is State.CLOSED:
                 return False
         try:
-            if self._may_rebuild() and self._respawn is not None:
+            if self._respawn is not None and self._may_rebuild():
                 self._respawn()
                 return True
         except BaseException as error:  # no thread to be had, or the interpreter exits
@@ -556,6 +548,14 @@ class Actor:
         self._began_s = now_s = self._clock()
         return now_s
 
+    def _leave_call(self) -> bool:
+        """The call has ended; whether it was late, and requests are taken again."""
+        self._running = self._began_s = None
+        was_late, self._is_late = self._is_late, False
+        if self._state is State.STUCK:
+            self._state = _RUNNING
+        return was_late
+
     def _running_cost(self) -> int:
         return 0 if self._running is None else self._running.cost
 
@@ -616,7 +616,8 @@ class Actor:
         """The machinery itself failed: what it was about to run is run by the thread that goes on, if any."""
         forget_frames(error)
         with self._lock:
-            piece, self._running, self._began_s = self._running, None, None
+            piece = self._running
+            self._leave_call()
             failed = [] if piece is None else self._recover(piece, error, "lost")
         self._tell(self._untold)  # maybe once more
         self._untold = ()

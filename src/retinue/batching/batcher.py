@@ -253,9 +253,9 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         if not self._actor.begin():
             raise RuntimeError(f"{self._name}: start() called twice")
         try:
-            self._begin()
-            if self._watches:
+            if self._watches:  # first: it ends by itself if the other cannot be started
                 threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True).start()
+            self._begin()
         except Exception:
             self._actor.give_up()
             raise

@@ -129,14 +129,7 @@ class Serve:
         except ValueError as error:  # an option whose value only its user can judge
             print(f"retinue serve: {error}", file=sys.stderr)
             return 2
-        return serve(
-            stack,
-            "retinue",
-            host=self.host,
-            port=self.port,
-            grace_s=self.grace_s,
-            exit_on_failure=self.failures.exit_on_failure,
-        )
+        return serve(stack, "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
 
     def _run_vllm(self, api_key: str | None, engine_options: Sequence[str]) -> int:
         from retinue.vllm import Config, serve

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from retinue.batching.batcher import forward_timeout, rebuild_bound
+
 __all__ = ["EncodeLimits", "FailurePolicy", "ServerLimits"]
 
 
@@ -61,10 +63,8 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         _check_positive(self, "rebuild_window_s")
-        if self.forward_timeout_s is not None:
-            _check_positive(self, "forward_timeout_s")
-        if self.max_rebuilds < 0:
-            raise ValueError(f"max_rebuilds must be 0 or more, got {self.max_rebuilds}")
+        forward_timeout(self.forward_timeout_s)
+        rebuild_bound(self.max_rebuilds)
 
 
 def _check_positive(limits: object, *names: str) -> None:

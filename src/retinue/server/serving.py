@@ -83,9 +83,7 @@ async def listening(stack: Stack, listener: socket.socket | None = None) -> Asyn
     serving.result()
 
 
-def serve(
-    stack: Stack, name: str, *, host: str, port: int, grace_s: float, exit_on_failure: bool = False
-) -> int:
+def serve(stack: Stack, name: str, *, host: str, port: int, grace_s: float) -> int:
     """Serve until a signal says to stop, or the backend has failed for good; the process's exit status."""
     try:
         listener = bind(host, port)
@@ -98,12 +96,10 @@ def serve(
         run = asyncio.run
     else:
         run = uvloop.run
-    return run(_serve(stack, name, listener, grace_s, exit_on_failure))
+    return run(_serve(stack, name, listener, grace_s))
 
 
-async def _serve(
-    stack: Stack, name: str, listener: socket.socket, grace_s: float, exit_on_failure: bool
-) -> int:
+async def _serve(stack: Stack, name: str, listener: socket.socket, grace_s: float) -> int:
     server, url = _server(stack, grace_s), url_of(listener)
     stopping = _stop_on_signals(stack, server, grace_s)
     serving = asyncio.create_task(server.serve([listener]))
@@ -115,7 +111,9 @@ async def _serve(
         if building.done() and building.exception() is None:
             print(f"{name}: ready on {url}/v1", flush=True)
             failed = asyncio.wrap_future(stack.readiness.failed)
-            ends: set[asyncio.Future[Any]] = {serving, failed} if exit_on_failure else {serving}
+            ends: set[asyncio.Future[Any]] = {serving}
+            if stack.failures.exit_on_failure:
+                ends.add(failed)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done() and not stopping:
                 logger.error("%s exits: %s", name, failed.result())

@@ -58,6 +58,7 @@ class Stack:
         join_timeout_s: float = 10.0,
     ) -> None:
         self.limits = limits = limits or ServerLimits()
+        self.failures = failures = failures or FailurePolicy()
         self._model_id = model_id
         self._behind = behind
         self._front = Front(
@@ -65,7 +66,7 @@ class Stack:
             backend,
             limits=limits,
             media=media or MediaPolicy(),
-            failures=failures or FailurePolicy(),
+            failures=failures,
             observer=observer,
             join_timeout_s=join_timeout_s,
             artifacts=behind.takes_artifacts,

@@ -49,11 +49,11 @@ class Recipe:
     """How much of what. The defaults made the checkpoint that is shipped."""
 
     pictures: int = 70_000
-    seeing_steps: int = 5_000
+    seeing_steps: int = 6_000
     seeing_batch: int = 96
     seeing_rate: float = 2e-3
     new_pictures: int = 40_000
-    answering_steps: int = 3_000
+    answering_steps: int = 5_000
     answering_batch: int = 24
     answering_rate: float = 1e-2  # of the layers' matrices
     answering_rest_rate: float = 1e-3  # of embeddings, norms, biases and markers

@@ -85,7 +85,7 @@ def main() -> None:
         "retinue": lambda: ThreadedMicroBatcher(_no_op),
     }
     if options.reference:
-        reference = _load(options.reference)
+        reference = load(options.reference)
         kinds["reference"] = lambda: reference.ThreadedMicroBatcher(_no_op)
 
     report: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def _no_op(items: list[Any]) -> list[Any]:
     return items
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("reference_batcher", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path} is no Python file")

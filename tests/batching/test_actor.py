@@ -257,7 +257,7 @@ def refused(returned: object, *parts: str) -> Any:
     [
         refused(None, "expected a list or tuple of 3", "got NoneType"),
         refused({0: "a", 1: "b", 2: "c"}, "expected a list or tuple of 3", "got dict"),
-        refused({"a", "b", "c"}, "expected a list or tuple of 3", "got set"),
+        refused({1, 2, 3}, "expected a list or tuple of 3", "got set"),
         refused("abc", "expected a list or tuple of 3", "got str"),
         refused(b"abc", "expected a list or tuple of 3", "got bytes"),
         refused(3, "expected a list or tuple of 3", "got int"),
@@ -826,6 +826,7 @@ def test_a_batch_leaves_a_record(loops: list[CountingLoop]) -> None:
             key="k",
             bucket=8,
             oldest_wait_s=3.0,
+            gap_s=3.0,
             duration_s=5.0,
             outcome="ok",
         )
@@ -876,6 +877,9 @@ def test_a_request_leaves_one_record_when_it_ends(loops: list[CountingLoop]) -> 
             wait_s=1.0,
             total_s=6.0,
             outcome="ok",
+            arrived_s=1000.0,
+            costs=(7,),
+            keys=(None,),
         )
     ]
     actor.step()
@@ -889,6 +893,10 @@ def test_a_request_leaves_one_record_when_it_ends(loops: list[CountingLoop]) -> 
             wait_s=1.0,
             total_s=11.0,
             outcome="ok",
+            expected_wait_s=1.0,  # it is unknown before the first call has ended
+            arrived_s=1000.0,
+            costs=(2, 3),
+            keys=(None, None),
         )
     ]
 

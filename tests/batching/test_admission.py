@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from retinue.batching.pace import Pace
+from retinue.batching.planner import Limits
 from retinue.batching.request import Request
 from retinue.errors import EncoderFailed, InvalidInput, Overloaded
 
@@ -104,20 +104,46 @@ def test_a_bound_is_a_positive_int(bound: object) -> None:
         ByHand(Echo(), max_pending_cost=bound)
 
 
-async def test_retry_after_follows_the_measured_pace() -> None:
+async def test_retry_after_follows_what_calls_were_measured_to_take() -> None:
     clock, loop = Clock(), asyncio.get_running_loop()
-    actor = open_actor(Echo(lambda: clock.tick(2.0)), clock=clock, max_pending_cost=10)
-    actor.enqueue(loop, ["warm"], [4])
-    actor.step()  # 2 s for a cost of 4
+    takes_s = iter([2.0, 3.0])
+    actor = open_actor(Echo(lambda: clock.tick(next(takes_s))), clock=clock, max_pending_cost=10)
+    for cost in (4, 8):  # 1 s, and 0.25 s for each unit of cost
+        actor.enqueue(loop, ["warm"], [cost])
+        actor.step()
     actor.enqueue(loop, ["a"], [10])
     with pytest.raises(Overloaded) as caught:
         actor.enqueue(loop, ["b"], [6])
-    assert caught.value.retry_after == pytest.approx(3.0)
+    assert caught.value.retry_after == pytest.approx(2.5)
 
 
-async def test_pending_says_how_long_the_oldest_has_waited_if_somebody_observes() -> None:
+async def test_what_is_pending_tells_how_long_whoever_comes_now_will_wait() -> None:
+    clock, loop, watch = Clock(), asyncio.get_running_loop(), Watch()
+    expected_s = []
+
+    def run() -> None:
+        clock.tick(0.5)
+        expected_s.append(actor.pending().expected_wait_s)
+        clock.tick(0.5 + 0.25 * sum(fn.calls[-1]))
+
+    fn = Echo(run)
+    actor = open_actor(fn, Limits(max_batch_cost=8), clock=clock, observer=watch)
+    for cost in (4, 8):
+        actor.enqueue(loop, [cost], [cost])
+        actor.step()
+    for _ in range(2):
+        actor.enqueue(loop, [6], [6])
+    assert actor.pending().expected_wait_s == pytest.approx(3.0 + 2.0)  # a full call, and one of a cost of 4
+    actor.step()
+    assert expected_s[-1] == pytest.approx(2.5 + 2.0)  # of one call what is left of it, and another
+    actor.step()
+    assert [record.expected_wait_s for record in watch.requests] == pytest.approx([0.0, 0.0, 0.0, 2.5])
+    assert actor.pending().expected_wait_s == 0.0
+
+
+async def test_pending_says_how_long_the_oldest_has_waited() -> None:
     clock, loop = Clock(), asyncio.get_running_loop()
-    actor = open_actor(Echo(), clock=clock, observer=Watch())
+    actor = open_actor(Echo(), clock=clock)
     assert actor.pending().oldest_wait_s is None
     actor.enqueue(loop, [1])
     clock.tick(3.0)
@@ -138,16 +164,6 @@ async def test_pending_says_how_long_a_call_has_been_running() -> None:
     actor.step()
     assert seen == [1.5]
     assert actor.pending().running_s is None
-
-
-def test_a_pace_is_unknown_until_a_call_has_ended_and_then_forgets_slowly() -> None:
-    pace = Pace()
-    assert pace.seconds_for(1000) == 1.0
-    pace.note(10, 1.0)
-    assert pace.seconds_for(20) == pytest.approx(2.0)
-    for _ in range(100):
-        pace.note(10, 2.0)
-    assert pace.seconds_for(20) == pytest.approx(4.0, rel=1e-3)
 
 
 async def test_a_caller_who_leaves_a_request_that_was_refused_ends_nothing() -> None:

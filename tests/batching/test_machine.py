@@ -149,8 +149,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def fn(self, items: list[Item]) -> list[Seen]:
         self.called = True
         try:
-            batch = self.expected_batch()
-            assert [item.tag for item in items] == [entry.tag for entry in batch]
+            batch = self.claimed([item.tag for item in items])
         except AssertionError as violation:
             self.violation = violation
             raise
@@ -172,28 +171,29 @@ class BatcherMachine(RuleBasedStateMachine):
         self.watched += [weakref.ref(result) for result in results]
         return results
 
-    def expected_batch(self) -> list[Entry]:
-        """The oldest, and first come first those of its key that fit, past a bounded number of times."""
+    def claimed(self, tags: list[object]) -> list[Entry]:
+        """What is in the call: led by the oldest, in order, within the limits, no emptier than first come,
+        first served would be, and overtaking nobody too often.
+        """
         assert self.waiting
         lane = [entry for entry in self.waiting if entry.key == self.waiting[0].key]
-        batch: list[Entry] = []
-        passed: list[Entry] = []
-        overtaken = 0
-        for entry in lane:
-            full = len(batch) == self.max_items or (self.cap is not None and _cost(batch) == self.cap)
-            if full:
-                break
-            if self.cap is None or _cost(batch) + entry.cost <= self.cap:
-                batch.append(entry)
-                overtaken = len(passed)
-            elif entry.times_passed == MAX_TIMES_PASSED:
-                break
-            else:
-                passed.append(entry)
-        for entry in passed[:overtaken]:
-            entry.times_passed += 1
+        batch = [entry for entry in lane if entry.tag in tags]
+        assert [entry.tag for entry in batch] == tags
+        assert batch[0] is lane[0]
+        assert self._fits(batch)
+        fitting = max(count for count in range(len(lane) + 1) if self._fits(lane[:count]))
+        assert _cost(batch) >= _cost(lane[:fitting])
+        for entry in lane[: lane.index(batch[-1])]:
+            if entry not in batch:
+                entry.times_passed += 1
+                assert entry.times_passed <= MAX_TIMES_PASSED
         self.waiting = [entry for entry in self.waiting if entry not in batch]
         return batch
+
+    def _fits(self, entries: list[Entry]) -> bool:
+        return (self.cap is None or _cost(entries) <= self.cap) and (
+            self.max_items is None or len(entries) <= self.max_items
+        )
 
     def forget(self, caller: Caller) -> None:
         self.waiting = [entry for entry in self.waiting if entry.caller is not caller]

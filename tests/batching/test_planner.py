@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+import math
+import random
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retinue.batching.planner import MAX_PASSED_PER_PLAN, MAX_TIMES_PASSED, Limits, Waiting, Work
+from retinue.batching.memory import Ceilings
+from retinue.batching.planner import LOOK_AHEAD, MAX_TIMES_PASSED, Limits, Waiting, Work
 from retinue.errors import InvalidInput
 
 HUGE = 10**30
+
+at_any_speed = settings(deadline=None)  # whatever else keeps the machine busy
 
 
 def queue(*costs: int, keys: list[Hashable] | None = None) -> Waiting:
@@ -132,6 +138,7 @@ def test_without_a_cap_any_cost_enters() -> None:
     assert Limits().admit(HUGE, 0, 1) == HUGE
 
 
+@at_any_speed
 @given(st.sets(st.integers(1, 60), min_size=1), st.data())
 def test_the_rung_is_the_smallest_bucket_that_holds_the_cost(buckets: set[int], data: st.DataObject) -> None:
     cost = data.draw(st.integers(1, max(buckets)))
@@ -156,6 +163,10 @@ def test_without_buckets_there_is_no_rung() -> None:
         ([1] * 5, Limits(max_batch_items=2), [[0, 1], [2, 3], [4]]),
         ([4, 4, 4, 1], Limits(max_batch_cost=9, max_batch_items=2), [[0, 1], [2, 3]]),
         ([6, 7, 4], Limits(max_batch_cost=10), [[0, 2], [1]]),
+        ([4, 3, 6], Limits(max_batch_cost=10), [[0, 2], [1]]),  # the last that fits gives way to a larger one
+        ([4, 1, 6, 5], Limits(max_batch_cost=10), [[0, 2], [1, 3]]),
+        ([5, 4, 1, 1, 5], Limits(max_batch_cost=10), [[0, 1, 2], [3, 4]]),  # but not where nothing is left
+        ([5, 6, 1, 1, 1], Limits(max_batch_cost=10, max_batch_items=2), [[0, 2], [1, 3], [4]]),
         ([HUGE, 1, HUGE], Limits(max_batch_cost=HUGE), [[0], [1], [2]]),
     ],
 )
@@ -197,6 +208,14 @@ def test_after_so_many_batches_nothing_overtakes_what_was_passed_over() -> None:
     assert by_cost == [[6, 4]] * MAX_TIMES_PASSED + [[6], [6], [7], [4, 4]]
 
 
+def test_whose_turn_it_is_gives_way_to_no_larger_one() -> None:
+    sixes = MAX_TIMES_PASSED + 2
+    costs = [6] * sixes + [3] + [4] * sixes  # a 4 fills what room a 6 leaves, where the 3 would not
+    batches = all_batches(queue(*costs), Limits(max_batch_cost=10))
+    by_cost = [[costs[number] for number in batch] for batch in batches]
+    assert by_cost == [[6, 4]] * MAX_TIMES_PASSED + [[6], [6, 3], [4, 4]]
+
+
 def test_waiting_behind_a_batch_is_not_being_passed_over() -> None:
     limits = Limits(max_batch_cost=10)
     waiting = queue(*[9] * (MAX_TIMES_PASSED + 3))
@@ -206,11 +225,55 @@ def test_waiting_behind_a_batch_is_not_being_passed_over() -> None:
     assert next_batch(waiting, limits) == [MAX_TIMES_PASSED + 1, "late"]
 
 
-def test_planning_looks_past_a_bounded_number_of_misfits() -> None:
-    misfits = [10] * (MAX_PASSED_PER_PLAN + 1)
+def test_planning_looks_a_bounded_way_behind_the_first_misfit() -> None:
+    misfits = [10] * (LOOK_AHEAD + 1)
     limits = Limits(max_batch_cost=10)
-    assert next_batch(queue(9, *misfits[1:], 1), limits) == [0, len(misfits)]
-    assert next_batch(queue(9, *misfits, 1), limits) == [0]
+    assert next_batch(queue(9, *misfits, 1), limits) == [0, len(misfits) + 1]
+    assert next_batch(queue(9, *misfits, 10, 1), limits) == [0]
+
+
+def test_the_largest_are_taken_first_of_a_bounded_number_behind_the_first_misfit() -> None:
+    ones = [1] * (LOOK_AHEAD - 1)
+    limits = Limits(max_batch_cost=10)
+    assert next_batch(queue(5, 6, *ones, 5), limits) == [0, LOOK_AHEAD + 1]
+    assert next_batch(queue(5, 6, *ones, 1, 5), limits) == [0, 2, 3, 4, 5, 6]
+
+
+def test_behind_those_it_is_first_come_first_served_again() -> None:
+    cap = LOOK_AHEAD + 3
+    waiting = [1, cap, *[1] * LOOK_AHEAD]
+    everyone_but_the_second = [0, *range(2, len(waiting))]
+    number = len(waiting)
+    fits = queue(*waiting, 1, 1, 1)
+    assert next_batch(fits, Limits(max_batch_cost=cap)) == [*everyone_but_the_second, number, number + 1]
+    misfit = queue(*waiting, 1, 2, 1)
+    assert next_batch(misfit, Limits(max_batch_cost=cap)) == [*everyone_but_the_second, number]
+    limits = Limits(max_batch_cost=cap, max_batch_items=len(waiting))
+    assert next_batch(queue(*waiting, 1, 1, 1), limits) == [*everyone_but_the_second, number]
+
+
+def log_uniform(low: int, high: int) -> Callable[[random.Random], int]:
+    return lambda chance: round(math.exp(chance.uniform(math.log(low), math.log(high))))
+
+
+def tiles(chance: random.Random) -> int:
+    """1 to 12 of 256 tokens, and a thumbnail beside more than one."""
+    count = chance.randint(1, 12)
+    return 256 * (count + (count > 1))
+
+
+@pytest.mark.parametrize(
+    ("cost", "cap"),
+    [(log_uniform(64, 1280), 4096), (log_uniform(64, 1280), 8192), (tiles, 8192), (lambda chance: 576, 4096)],
+    ids=["visual tokens", "visual tokens, large cap", "tiles", "fixed"],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_four_hundred_images_need_hardly_more_batches_than_their_sum_does(
+    cost: Callable[[random.Random], int], cap: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    costs = [cost(chance) for _ in range(400)]
+    assert len(all_batches(queue(*costs), Limits(max_batch_cost=cap))) <= 1.05 * math.ceil(sum(costs) / cap)
 
 
 def test_a_plan_is_a_function_of_what_waits_however_often_it_is_made() -> None:
@@ -276,6 +339,7 @@ events = st.lists(
 )
 
 
+@at_any_speed
 @given(arrivals, limits_of_any_kind)
 def test_each_batch_is_led_by_the_oldest_of_its_key_keeps_the_order_and_the_limits(
     works: list[tuple[int, str]], limits: Limits
@@ -301,32 +365,66 @@ def test_each_batch_is_led_by_the_oldest_of_its_key_keeps_the_order_and_the_limi
     assert not left
 
 
+@at_any_speed
 @given(arrivals, limits_of_any_kind)
-def test_nothing_that_fits_and_may_overtake_is_left_out(works: list[tuple[int, str]], limits: Limits) -> None:
-    """With less than ``MAX_TIMES_PASSED`` batches, nobody is held back: each batch is first-fit."""
+def test_no_batch_is_emptier_than_first_come_first_served_and_equals_keep_their_order(
+    works: list[tuple[int, str]], limits: Limits
+) -> None:
     waiting = Waiting()
     for number, (cost, key) in enumerate(works):
         waiting.add((number, cost, None, 0), key)
     left = list(range(len(works)))
+    while left:
+        lane = [number for number in left if works[number][1] == works[left[0]][1]]
+        sums = itertools.accumulate(works[number][0] for number in lane[: limits.max_batch_items])
+        first_come = max(total for total in sums if total <= (limits.max_batch_cost or math.inf))
+        batch = next_batch(waiting, limits)
+        assert sum(works[number][0] for number in batch) >= first_come
+        for left_out in set(lane).difference(batch):
+            assert all(works[number][0] != works[left_out][0] for number in batch if number > left_out)
+        left = [number for number in left if number not in batch]
+
+
+@at_any_speed
+@given(st.lists(st.integers(1, 8), max_size=60), st.integers(8, 20))
+def test_what_could_still_join_a_batch_stands_far_behind_or_waits_for_its_turn(
+    costs: list[int], cap: int
+) -> None:
+    """With less than ``MAX_TIMES_PASSED`` batches it is nobody's turn yet."""
+    waiting = queue(*costs)
+    left = list(range(len(costs)))
     for _ in range(MAX_TIMES_PASSED):
         if not left:
             return
-        expected: list[int] = []
-        for number in left:
-            fitting = [*expected, number]
-            if (
-                works[number][1] == works[left[0]][1]
-                and (
-                    limits.max_batch_cost is None
-                    or sum(works[n][0] for n in fitting) <= limits.max_batch_cost
-                )
-                and (limits.max_batch_items is None or len(fitting) <= limits.max_batch_items)
-            ):
-                expected = fitting
-        assert next_batch(waiting, limits) == expected
-        left = [number for number in left if number not in expected]
+        sums = itertools.accumulate(costs[number] for number in left)
+        fitting = sum(total <= cap for total in sums)
+        batch = next_batch(waiting, Limits(max_batch_cost=cap))
+        room = cap - sum(costs[number] for number in batch)
+        near, far = left[: fitting + 1 + LOOK_AHEAD], left[fitting + 1 + LOOK_AHEAD :]
+        assert all(costs[number] > room for number in set(near).difference(batch))
+        joined = [number for number in far if number in batch]
+        assert joined == far[: len(joined)]
+        left = [number for number in left if number not in batch]
 
 
+@at_any_speed
+@given(arrivals, st.integers(1, 20), limits_of_any_kind)
+def test_below_a_ceiling_only_a_single_item_costs_more(
+    works: list[tuple[int, str]], failed_cost: int, limits: Limits
+) -> None:
+    waiting, ceilings, served = Waiting(), Ceilings(), []
+    ceilings.failed("a", failed_cost)
+    for number, (cost, key) in enumerate(works):
+        waiting.add((number, cost, None, 0), key)
+    while waiting:
+        plan = waiting.plan(limits, ceilings)
+        waiting.claim(plan)
+        assert plan.key != "a" or len(plan.works) == 1 or plan.cost <= max(1, failed_cost // 2)
+        served += names(plan.works)
+    assert sorted(served) == list(range(len(works)))
+
+
+@at_any_speed
 @given(events, limits_of_any_kind)
 def test_nothing_is_lost_doubled_or_overtaken_too_often(
     happenings: list[tuple[int, str] | int | None], limits: Limits

@@ -116,6 +116,7 @@ class Driver:
         # Where threads are.
         self.alarms = 0
         self.is_asleep = self.is_holding = False
+        self.holds_s = 0.0
         self.is_claiming = False  # after the choice of a batch and before its call
         self.is_stepping = False
         self.has_next_thread = False
@@ -227,6 +228,7 @@ class Driver:
         """The thread sleeps."""
         until_s = None if timeout is None else self.now_s + timeout
         self.is_asleep, self.is_holding = True, timeout is not None
+        self.holds_s = timeout or 0.0
         while not self.alarms and (until_s is None or self.now_s < until_s):
             with self.noting:
                 self.books.nothing_again()
@@ -465,7 +467,7 @@ class Driver:
         for _ in range(_MOST_STEPS):
             yield Step()
             if self.is_holding:
-                yield Tick(self.setup.max_wait_s)
+                yield Tick(self.holds_s)
             elif self.is_asleep or self.has_ended:
                 break
         else:

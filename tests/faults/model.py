@@ -138,6 +138,7 @@ class Books:
         self.last_ending: Ending = "ok"
         self.batch_size = 0  # of the last call that was no retry
         self.further = 0  # calls after it
+        self.longest_s = 0.0  # call so far that succeeded
         self.in_vain = 0
         self.too_much: dict[str, int] = {}  # the cost that ran out of memory, by key
         self.too_much_before: dict[str, int | None] = {}  # the same, before the present batch
@@ -246,6 +247,7 @@ class Books:
 
     def _answer(self, call: Call) -> None:
         self.in_vain = 0
+        self.longest_s = max(self.longest_s, self.clock() - call.began_s)
         for item in call.items:
             request = item.request
             item.place = _DONE
@@ -346,7 +348,9 @@ class Books:
         assert self.further <= most, f"{self.further} further calls for a batch of {self.batch_size}"
 
     def _check_order(self, call: Call) -> None:
-        """Longest-waiting first, then first come first served but for a bounded number of overtakings."""
+        """Led by who has waited longest, no emptier than first come first served would be, and overtaking
+        nobody too often.
+        """
         items = call.items
         head = next(iter(self.waiting))
         assert items[0] is head, f"item {head} has waited longest and does not lead {items}"
@@ -354,20 +358,15 @@ class Books:
         assert is_small, f"{items} cost as much as what ran out of memory"
         lane = [item for item in self.waiting if item.key == call.key]
         assert [item for item in lane if item in items] == items, f"{items} are not in order of arrival"
-        room, places = self.cap, self.max_items
-        is_blocked = False  # by one that must not be overtaken
-        passed: list[Item] = []
-        for item in lane:
-            if item in items:
-                room, places = room - item.cost, places - 1
-                self._overtake(passed)
-                passed = []
-                continue
-            fits = item.cost <= room and places > 0 and not is_blocked
-            # How much memory there is for a batch of this key is not ours to say.
-            assert not fits or call.key in self.too_much, f"there was room for item {item} beside {items}"
-            passed.append(item)
-            is_blocked = is_blocked or item.times_overtaken == MOST_OVERTAKEN
+        first_come = 0
+        for number, item in enumerate(lane):
+            if first_come + item.cost > self.cap or number == self.max_items:
+                break
+            first_come += item.cost
+        # How much memory there is for a batch of this key is not ours to say.
+        is_full = call.cost >= first_come or call.key in self.too_much
+        assert is_full, f"first come, first served costs {first_come}, more than {items}"
+        self._overtake(item for item in lane[: lane.index(items[-1])] if item not in items)
 
     def _overtake(self, passed: Iterable[Item]) -> None:
         for item in passed:
@@ -490,7 +489,9 @@ class Books:
         assert self.state == "open", f"asleep when {self.state}"
         if self.waiting:
             oldest = next(iter(self.waiting))
-            left_s = oldest.arrived_s + self.setup.max_wait_s - self.clock()
+            left_s = self.longest_s  # a hold that saves a call pays no longer than the call would have taken
+            if self.setup.max_wait_s is not None:
+                left_s = oldest.arrived_s + self.setup.max_wait_s - self.clock()
             assert for_s is not None, f"asleep while {list(self.waiting)} wait"
             assert for_s <= left_s, f"asleep for {for_s} s while {oldest} waits, {left_s} s too long"
             assert self.unheard or not self._fills_a_batch(oldest.key), "asleep while a full batch waits"

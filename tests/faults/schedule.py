@@ -71,7 +71,7 @@ class Setup(_Shown):
     max_batch_cost: int | None = None
     max_batch_items: int | None = None
     buckets: tuple[int, ...] = ()
-    max_wait_s: float = 0.0
+    max_wait_s: float | None = 0.0  # None: as long as is measured to pay
     max_pending_cost: int | None = None
     isolate: bool = True
     forward_timeout_s: float | None = None
@@ -290,7 +290,7 @@ class _Sampler:
             max_batch_cost=cap,
             max_batch_items=chance.choice((None, None, 1, 2, 3, 5)),
             buckets=() if cap is None or self.flip() < 0.7 else (cap // 4, cap // 2, cap),
-            max_wait_s=chance.choice((0.0, 1.5)),
+            max_wait_s=chance.choice((0.0, 1.5, None)),
             max_pending_cost=chance.choice((None, None, 6, 12, 20)),
             isolate=self.flip() < 0.9,
             forward_timeout_s=chance.choice((None, 2.5, 2.5)),

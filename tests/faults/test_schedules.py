@@ -27,6 +27,8 @@ from .schedule import (
     sample,
 )
 
+pytestmark = pytest.mark.timeout(240)  # for some seconds of work, where the cores are taken
+
 SAMPLED = 14_000
 AT_ONCE = 1_000
 

@@ -6,10 +6,11 @@ Thread rules
     ``run`` is a thread's whole life; ``build``, ``step``, ``tear_down`` and ``hand_on`` are what it is made
     of, and run there only (or by hand in a test). All other public methods may be called from any thread,
     ``fn`` included.
-    ``_lock`` guards ``_state``, ``_waiting``, ``_retries``, ``_ceilings``, ``_asleep``, ``_running``,
-    ``_began_s``, ``_is_late``, ``_epitaph``, ``_pace`` and every request; it is never held while ``fn``, a
-    backend's hook, an observer or an event loop's callback runs.
-    ``_untold``, ``_batches``, ``_lost`` and ``_rebuilds`` belong to the actor thread.
+    ``_lock`` guards ``_state``, ``_waiting``, ``_retries``, ``_ceilings``, ``_asleep``, ``_enough``,
+    ``_running``, ``_began_s``, ``_is_late``, ``_epitaph``, ``_hold``, ``_arrivals`` and every request; it is
+    never held while ``fn``, a backend's hook, an observer or an event loop's callback runs.
+    ``_untold``, ``_batches``, ``_ended_s``, ``_holding_since_s``, ``_lost`` and ``_rebuilds`` belong to the
+    actor thread.
     A request ends when its ``remaining`` becomes 0, hence once; whoever ends it also tells its caller.
     Until then each of its works waits, runs, is to be run again or is answered: a crash can find them all.
 """
@@ -20,6 +21,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import queue
 import sys
 import threading
@@ -32,7 +34,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from retinue.batching.hold import remaining_hold_s
+from retinue.batching.hold import Hold, remaining_hold_s
 from retinue.batching.isolation import Piece, Retries
 from retinue.batching.memory import Ceilings, is_out_of_memory
 from retinue.batching.outcome import (
@@ -50,7 +52,6 @@ from retinue.batching.outcome import (
     too_late,
     unavailable,
 )
-from retinue.batching.pace import Pace
 from retinue.batching.planner import Limits, Waiting, Work
 from retinue.batching.records import BatchRecord, LifeRecord, Observer, Outcome, Pending
 from retinue.batching.request import Request
@@ -77,8 +78,11 @@ class Asleep(Enum):
 
     NO = "no"
     IDLE = "idle"
-    HOLDING = "holding"  # for company, unless the batch fills
+    HOLDING = "holding"  # for company, unless there is enough of it
 
+
+#: Arrivals that are kept for the hold to learn from, until a call ends; of a flood, the rest teaches nothing.
+_MAX_ARRIVALS = 65_536
 
 # An enum's members are slow to look up, and ``enqueue`` is where it shows.
 _RUNNING = State.RUNNING
@@ -109,7 +113,8 @@ RECOVERY = Recovery()
 class Actor:
     """Runs ``fn`` on batches of what was enqueued; ``ThreadedMicroBatcher`` is its public face.
 
-    ``respawn``: starts a fresh thread that calls ``run``; without it a lost backend is not built again.
+    ``max_wait_s``: None for as long as is measured to pay. ``respawn``: starts a fresh thread that calls
+    ``run``; without it a lost backend is not built again.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class Actor:
         *,
         on_start: Callable[[], object] | None = None,
         on_stop: Callable[[], object] | None = None,
-        max_wait_s: float = 0.0,
+        max_wait_s: float | None = 0.0,
         max_pending_cost: int | None = None,
         recovery: Recovery = RECOVERY,
         respawn: Callable[[], object] | None = None,
@@ -143,7 +148,6 @@ class Actor:
         self._clock = clock
         self._tracer = Tracer(observer, clock)
         self._is_observed = observer is not None
-        self._is_traced = self._is_observed or max_wait_s > 0
         self._lock = threading.Lock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._state = State.NEW
@@ -155,9 +159,14 @@ class Actor:
         self._began_s: float | None = None  # when the running call did
         self._is_late = False  # its callers were answered for it
         self._untold: Sequence[Request] = ()  # ended, and not told yet
-        self._pace = Pace()
+        self._hold = Hold(limits)
+        self._learns = max_wait_s is None
+        self._arrivals: list[tuple[Hashable, float, int]] = []  # key, when and cost, since the hold was told
         self._batches = 0
+        self._ended_s = -math.inf  # when the call before this one did
+        self._holding_since_s: float | None = None
         self._asleep: Asleep = _AWAKE
+        self._enough = limits  # what ends a hold
         self._alarm: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread_id = 0
         self._lost: BaseException | None = None
@@ -212,11 +221,11 @@ class Actor:
         """What was accepted and is not answered yet."""
         with self._lock:
             waiting, retries, now_s = self._waiting, self._retries, self._clock()
-            traced = self._is_traced and bool(waiting)
             return Pending(
                 items=len(waiting) + len(retries),
                 cost=waiting.cost + retries.cost,
-                oldest_wait_s=now_s - waiting.oldest()[2].trace.arrived_s if traced else None,
+                expected_wait_s=self._expected_wait_s(now_s),
+                oldest_wait_s=now_s - waiting.oldest()[2].arrived_s if waiting else None,
                 running_cost=self._running_cost(),
                 running_s=None if self._began_s is None else now_s - self._began_s,
                 cost_ceiling=self._ceilings.lowest(),
@@ -250,16 +259,20 @@ class Actor:
                 raise self._refusal()
             if self._max_pending_cost is not None:
                 self._make_sure_of_room(sum(costs) if costs else count, self._max_pending_cost)
-            if self._is_traced:
-                request.trace = Trace(sum(costs) if costs else count, self._clock(), waiting)
+            request.arrived_s = now_s = self._clock()
+            if self._is_observed:
+                expected_wait_s = self._expected_wait_s(now_s)
+                request.trace = Trace(costs or [1] * count, waiting, expected_wait_s)
             request.first = waiting.arrivals
             request.remaining = count  # not before it is let in: nobody may end it who does not find it
             if count == 1 and costs is None and keys is None:
                 waiting.add((items[0], 1, request, 0))
+                if self._learns and len(self._arrivals) < _MAX_ARRIVALS:
+                    self._arrivals.append((None, now_s, 1))
             else:
                 self._add_all(request, items, costs)
             wake = self._asleep is not _AWAKE and (
-                self._asleep is _IDLE or waiting.fills_a_batch(self._limits, self._ceilings)
+                self._asleep is _IDLE or waiting.fills_a_batch(self._enough, self._ceilings)
             )
             if wake:
                 self._asleep = _AWAKE
@@ -280,15 +293,19 @@ class Actor:
             raise Overloaded(
                 f"a cost of {pending} is pending and the request costs {cost}, "
                 f"together more than max_pending_cost={bound}",
-                retry_after=self._pace.seconds_for(excess),
+                retry_after=self._hold.seconds_for(excess),
             )
 
     def _add_all(self, request: Request, items: Sequence[Any], costs: Sequence[int] | None) -> None:
         keys = request.keys
+        learns = self._learns and len(self._arrivals) < _MAX_ARRIVALS
         try:
             for index, item in enumerate(items):
                 cost = 1 if costs is None else costs[index]
-                self._waiting.add((item, cost, request, index), keys and keys[index])
+                key = keys and keys[index]
+                self._waiting.add((item, cost, request, index), key)
+                if learns:
+                    self._arrivals.append((key, request.arrived_s, cost))
         except BaseException:  # no memory, or a key whose __eq__ raises
             self._end(request)
             raise
@@ -421,20 +438,25 @@ class Actor:
         if self._is_observed:
             self._tracer.claimed(works, self._batches, claimed_s)
         results, error, verdict = self._call([work[0] for work in works], bucket)
-        duration_s = self._clock() - claimed_s
+        ended_s = self._clock()
         if error is not None:
             forget_frames(error)
         with self._lock:
             was_late = self._leave_call()
-            self._pace.note(piece.cost, duration_s)
+            arrivals, self._arrivals = self._arrivals, []
             self._untold = self._settle(piece, results, error, verdict)
         self._tell(self._untold)
+        outcome = "late" if was_late else verdict
+        with self._lock:
+            self._learn(arrivals)
+            self._hold.called(piece.key, piece.cost, ended_s - claimed_s, ended_s, succeeded=outcome == "ok")
         if self._is_observed:
-            self._report_batch(piece, bucket, claimed_s, duration_s, "late" if was_late else verdict)
+            self._report_batch(piece, bucket, claimed_s, ended_s, outcome)
             self._tracer.requests(self._untold)
+        self._ended_s, self._holding_since_s = ended_s, None
         self._untold = ()
         if was_late:
-            self._tracer.life(LifeRecord("back", f"the late call ended after {duration_s:g} s"))
+            self._tracer.life(LifeRecord("back", f"the late call ended after {ended_s - claimed_s:g} s"))
         if error is not None:
             self._mend(error, verdict)
         # Whoever keeps a frame of fn, as a traceback does, keeps this frame too; not the batch with it.
@@ -503,16 +525,42 @@ class Actor:
                 self._alarm.get(timeout=hold_s)
 
     def _hold_s(self) -> float | None:
-        """Seconds until a batch is due; None if nothing waits."""
-        if not self._waiting:
+        """Seconds until a batch is due unless there is ``_enough`` before; None if nothing waits."""
+        waiting = self._waiting
+        if not waiting:
             return None
         if self._max_wait_s == 0 or self._state is State.DRAINING:
             return 0.0
-        return remaining_hold_s(
-            oldest_wait_s=self._clock() - self._waiting.oldest()[2].trace.arrived_s,
-            max_wait_s=self._max_wait_s,
-            full=self._waiting.fills_a_batch(self._limits, self._ceilings),
-        )
+        now_s = self._clock()
+        if self._max_wait_s is not None:
+            hold_s = remaining_hold_s(
+                oldest_wait_s=now_s - waiting.oldest()[2].arrived_s,
+                max_wait_s=self._max_wait_s,
+                full=waiting.fills_a_batch(self._limits, self._ceilings),
+            )
+        else:
+            arrivals, self._arrivals = self._arrivals, []
+            self._learn(arrivals)
+            key, cost, most = waiting.next_in_line(self._limits, self._ceilings)
+            held = self._hold.decide(key, cost, most, now_s)
+            hold_s = held.seconds
+            if hold_s:
+                self._enough = Limits(math.ceil(held.cost), self._limits.max_batch_items)
+        if hold_s and self._holding_since_s is None:
+            self._holding_since_s = now_s
+        return hold_s
+
+    def _learn(self, arrivals: Iterable[tuple[Hashable, float, int]]) -> None:
+        for arrival in arrivals:
+            self._hold.arrived(*arrival)
+
+    def _expected_wait_s(self, now_s: float) -> float:
+        """How long, by what was measured, whoever comes now waits until a call begins."""
+        ahead = self._waiting.cost + self._retries.cost
+        wait_s = self._hold.seconds_for(ahead) if ahead else 0.0
+        if self._running is not None and self._began_s is not None:
+            wait_s += max(0.0, self._hold.seconds_for(self._running.cost) - (now_s - self._began_s))
+        return wait_s
 
     def _claim(self) -> tuple[Piece | None, list[Request], list[Request], float]:
         """Make the next piece the running one, from now on.
@@ -766,9 +814,11 @@ class Actor:
         self._tracer.requests(ended)
 
     def _report_batch(
-        self, piece: Piece, bucket: int | None, claimed_s: float, duration_s: float, outcome: Outcome
+        self, piece: Piece, bucket: int | None, claimed_s: float, ended_s: float, outcome: Outcome
     ) -> None:
         works = piece.works
+        arrived_s = works[0][2].arrived_s
+        held_s = 0.0 if self._holding_since_s is None else claimed_s - self._holding_since_s
         self._tracer.batch(
             BatchRecord(
                 id=self._batches,
@@ -777,8 +827,10 @@ class Actor:
                 cost=piece.cost,
                 key=piece.key,
                 bucket=bucket,
-                oldest_wait_s=claimed_s - works[0][2].trace.arrived_s,
-                duration_s=duration_s,
+                oldest_wait_s=claimed_s - arrived_s,
+                held_s=held_s,
+                gap_s=claimed_s - max(self._ended_s, arrived_s) - held_s,
+                duration_s=ended_s - claimed_s,
                 outcome=outcome,
                 is_retry=piece.is_retry,
             )

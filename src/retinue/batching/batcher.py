@@ -37,7 +37,8 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
     ``buckets``: costs for which a graph was captured, increasing, the last equal to ``max_batch_cost``.
     ``on_start``, ``on_stop``: run on the thread before the first and after the last call; ``on_stop`` runs
     once, if ``on_start`` succeeded, and what it raises is logged.
-    ``max_wait_s``: how long an item may wait for company while the thread is free; 0 is eager.
+    ``max_wait_s``: how long an item may wait for company while the thread is free; 0 is eager. None: as long
+    as measured durations and arrivals say that it pays, which is never for a request that is alone.
     ``max_pending_cost``: the most that may wait and run; beyond it ``submit`` refuses. None for no bound.
     ``may_repeat``: whether items of a call that failed may go through ``fn`` again: a failed batch of several
     requests is then split, so that only those items fail that fail on their own.
@@ -61,7 +62,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         buckets: Sequence[int] | None = (),
         on_start: Callable[[], object] | None = None,
         on_stop: Callable[[], object] | None = None,
-        max_wait_s: float = 0.0,
+        max_wait_s: float | None = None,
         max_pending_cost: int | None = None,
         may_repeat: bool = True,
         is_out_of_memory: Callable[[BaseException], bool] = is_out_of_memory,
@@ -83,7 +84,7 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
             self._limits,
             on_start=on_start,
             on_stop=on_stop,
-            max_wait_s=_seconds(max_wait_s, "max_wait_s"),
+            max_wait_s=None if max_wait_s is None else _seconds(max_wait_s, "max_wait_s"),
             max_pending_cost=pending_bound(max_pending_cost),
             recovery=Recovery(
                 may_repeat=may_repeat,

@@ -1,8 +1,13 @@
 """What goes into the next batch: a function of what waits and of the limits.
 
-No lock, no clock and no thread. The longest-waiting item leads the next batch of its key. Items behind it
-fill the room that is left, first come first; one that does not fit is passed over, but by at most
-``MAX_TIMES_PASSED`` batches, after which nothing behind it is taken before it.
+No lock, no clock and no thread. The longest-waiting item leads the next batch of its key. Others join it
+first come, first served, until one does not fit. Then size counts for a while: that one, the last that did
+fit and the next ``LOOK_AHEAD`` compete for the room, largest first, for small ones find a gap later. Behind
+those it is first come, first served again, until one does not fit.
+
+So a batch is never emptier than first come, first served alone would have it. Whoever is left out while a
+later one of its key is taken is overtaken, by at most ``MAX_TIMES_PASSED`` batches; then nothing behind it is
+taken before it. Items of equal cost never overtake each other.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from retinue.errors import InvalidInput
 
 #: How many batches may pass an item over to take a later one that fits.
 MAX_TIMES_PASSED = 8
-#: How many items one plan may pass over, which bounds the time that planning takes.
-MAX_PASSED_PER_PLAN = 256
+#: How many items behind the first that does not fit compete with it for the room. More is not better: who is
+#: overtaken too often too soon gets its turn in emptier batches.
+LOOK_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class Limits:
             )
         return int(cost)
 
-    def rung(self, cost: int) -> int | None:
+    def rung(self, cost: float) -> int | None:
         """The smallest bucket that holds ``cost``; None without buckets."""
         return self.buckets[bisect_left(self.buckets, cost)] if self.buckets else None
 
@@ -99,9 +105,10 @@ Work: TypeAlias = tuple[Any, int, Any, int]
 class Lane:
     """The waiting works of one key, by the number of their arrival."""
 
-    __slots__ = ("cost", "times_passed", "works")
+    __slots__ = ("cost", "first", "times_passed", "works")
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
+        self.first = first  # no work of this lane arrived before
         self.works: dict[int, Work] = {}  # in order of arrival; a dict, because any of them may leave
         self.cost = 0
         self.times_passed: dict[int, int] = {}  # of those that were passed over
@@ -148,7 +155,7 @@ class Waiting:
         try:
             lane = self._lanes[key]
         except KeyError:
-            lane = self._lanes[key] = Lane()
+            lane = self._lanes[key] = Lane(self.arrivals)
         lane.works[self.arrivals] = work
         lane.cost += work[1]
         self.arrivals += 1
@@ -177,6 +184,16 @@ class Waiting:
             limits.max_batch_items is not None and len(lane.works) >= limits.max_batch_items
         )
 
+    def next_in_line(self, limits: Limits, ceilings: Ceilings | None = None) -> tuple[Hashable, int, float]:
+        """The key that the next batch will have, how much of it waits, and how much would fill the batch."""
+        key = self._oldest_key()
+        lane = self._lanes[key]
+        cap = _cap(limits, ceilings, key)
+        most = math.inf if cap is None else cap
+        if limits.max_batch_items is not None:
+            most = min(most, limits.max_batch_items * lane.cost / len(lane.works))
+        return key, lane.cost, most
+
     def plan(self, limits: Limits, ceilings: Ceilings | None = None) -> Plan:
         """The next batch; there must be a work that waits. A single one may cost more than its ceiling."""
         key = self._oldest_key()
@@ -188,7 +205,7 @@ class Waiting:
             return Plan(key, list(lane.works.values()), lane.cost, None, [])
         arrivals, overtaken = _fill(lane, cap, limits.max_batch_items)
         works = [lane.works[arrival] for arrival in arrivals]
-        return Plan(key, works, sum(work[1] for work in works), arrivals, overtaken)
+        return Plan(key, works, sum([work[1] for work in works]), arrivals, overtaken)
 
     def claim(self, plan: Plan) -> None:
         """Take out what was planned, with nothing in between."""
@@ -202,8 +219,15 @@ class Waiting:
                 self.remove(arrival, plan.key)
 
     def _oldest_key(self) -> Hashable:
-        lanes = self._lanes
-        return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda key: lanes[key].head())
+        oldest_key: Hashable = None
+        oldest: float = math.inf
+        for key, lane in self._lanes.items():
+            if lane.first > oldest:  # as are those of all lanes behind, which began even later
+                break
+            head = lane.head()
+            if head < oldest:
+                oldest_key, oldest = key, head
+        return oldest_key
 
 
 def _cap(limits: Limits, ceilings: Ceilings | None, key: Hashable) -> int | None:
@@ -213,24 +237,44 @@ def _cap(limits: Limits, ceilings: Ceilings | None, key: Hashable) -> int | None
 
 
 def _fill(lane: Lane, cap: int | None, max_items: int | None) -> tuple[list[int], list[int]]:
-    """The arrivals of the head of ``lane`` and, in order, of those behind it that fit beside it; also, of
-    those that they overtake.
+    """The arrivals, in order, of the head of ``lane`` and of those that go with it; also, of those that these
+    overtake. Not all of the lane may fit.
     """
     room = math.inf if cap is None else cap
     times_passed = lane.times_passed
     batch: list[int] = []
-    passed: list[int] = []
-    overtaken = 0  # how many of ``passed`` stand before one that was taken
-    for arrival, work in lane.works.items():
+    rivals: list[tuple[int, int]] = []  # minus the cost, and the arrival
+    behind = iter(lane.works.items())
+    for arrival, work in behind:
         cost = work[1]
-        if cost <= room or not batch:
-            batch.append(arrival)
-            overtaken = len(passed)
-            room -= cost
-            if room <= 0 or len(batch) == max_items:
-                break
-        elif times_passed.get(arrival) == MAX_TIMES_PASSED or len(passed) == MAX_PASSED_PER_PLAN:
+        if cost > room and batch:
+            rivals.append((-cost, arrival))
             break
+        batch.append(arrival)
+        room -= cost
+        if room <= 0 or len(batch) == max_items:
+            return batch, []
+    # Whoever came earlier was passed over at least as often, so those due stand in front of all others.
+    if times_passed.get(arrival) == MAX_TIMES_PASSED:
+        return batch, []
+    if len(batch) > 1 and times_passed.get(batch[-1]) != MAX_TIMES_PASSED:
+        cost = lane.works[batch[-1]][1]
+        rivals.append((-cost, batch.pop()))
+        room += cost
+    rivals += [(-work[1], arrival) for arrival, work in itertools.islice(behind, LOOK_AHEAD)]
+    rivals.sort()
+    left_out: list[int] = []
+    for minus_cost, arrival in rivals:
+        if -minus_cost <= room and len(batch) != max_items:
+            batch.append(arrival)
+            room += minus_cost
         else:
-            passed.append(arrival)
-    return batch, passed[:overtaken]
+            left_out.append(arrival)
+    for arrival, work in behind:
+        cost = work[1]
+        if cost > room or len(batch) == max_items:
+            break
+        batch.append(arrival)
+        room -= cost
+    batch.sort()
+    return batch, sorted(arrival for arrival in left_out if arrival < batch[-1])

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 #: How a call ended: with results; with an error; out of memory; with the loss of the backend; or after
 #: ``forward_timeout_s``, when its callers had been answered already.
 Outcome: TypeAlias = Literal["ok", "failed", "out_of_memory", "lost", "late"]
 
 
-@dataclass(frozen=True)
-class BatchRecord:
+class BatchRecord(NamedTuple):
     """One call of ``fn``. Times are in seconds."""
 
     id: int  #: 1 for the first call of a batcher, and so on
@@ -30,10 +29,11 @@ class BatchRecord:
     duration_s: float  #: of the call
     outcome: Outcome
     is_retry: bool = False  #: whether it ran what had been in flight before
+    held_s: float = 0.0  #: how long it was held for company that was expected
+    gap_s: float = 0.0  #: what else passed since the call before it ended or its oldest item came
 
 
-@dataclass(frozen=True)
-class RequestRecord:
+class RequestRecord(NamedTuple):  # one is made for every request: quicker than a dataclass
     """One ``submit`` that was accepted, when it has ended. Times are in seconds."""
 
     items: int
@@ -44,6 +44,10 @@ class RequestRecord:
     wait_s: float | None  #: until the first of its items was claimed; None if none was
     total_s: float
     outcome: Literal["ok", "failed", "left"]
+    expected_wait_s: float = 0.0  #: what ``wait_s`` was expected to be when it came
+    arrived_s: float = 0.0  #: on the monotonic clock
+    costs: tuple[int, ...] = ()  #: of its items, in order
+    keys: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,11 @@ class Pending:
 
     items: int  #: that wait, or wait to be run again
     cost: int  #: of those
-    oldest_wait_s: float | None  #: None if nothing waits, or if there is no observer to ask for it
+    oldest_wait_s: float | None  #: None if nothing waits
     running_cost: int  #: of the call that runs
     running_s: float | None  #: how long it has been running; None if none runs
     cost_ceiling: int | None = None  #: the lowest that running out of memory has set; None if none has
+    expected_wait_s: float = 0.0  #: until a call would begin with whoever comes now, by what was measured
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,17 @@ class Request:
     """It ends once: with all results, with an ``error``, or because its caller left."""
 
     # Filled in by ``Actor.enqueue``: an ``__init__`` would be a tenth of what a request costs.
-    __slots__ = ("error", "first", "future", "keys", "loop", "remaining", "results", "trace")
+    __slots__ = (
+        "arrived_s",
+        "error",
+        "first",
+        "future",
+        "keys",
+        "loop",
+        "remaining",
+        "results",
+        "trace",
+    )
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
@@ -26,6 +36,7 @@ class Request:
     results: list[Any]
     remaining: int  # results still to come; 0 once it has ended
     error: RetinueError | None
+    arrived_s: float  # on the actor's clock
     first: int  # the arrival of its first item; the others follow without a gap
     trace: Trace | None
 

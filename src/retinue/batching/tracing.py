@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from retinue.batching.outcome import log_error
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Trace:
-    """When a request came and what became of it."""
+    """What a request found when it came, and what became of it."""
 
-    __slots__ = ("ahead_cost", "ahead_items", "arrived_s", "batches", "claimed_s", "cost")
+    __slots__ = ("ahead_cost", "ahead_items", "batches", "claimed_s", "costs", "expected_wait_s")
 
-    def __init__(self, cost: int, arrived_s: float, waiting: Waiting) -> None:
-        self.cost = cost
-        self.arrived_s = arrived_s
+    def __init__(self, costs: Sequence[int], waiting: Waiting, expected_wait_s: float) -> None:
+        self.costs = tuple(costs)
         self.ahead_items = len(waiting)
         self.ahead_cost = waiting.cost
+        self.expected_wait_s = expected_wait_s
         self.claimed_s: float | None = None
         self.batches: list[int] = []
 
@@ -47,26 +47,31 @@ class Tracer:
         if self._observer is not None:
             self._report(self._observer.on_batch, record)
 
-    def requests(self, requests: Iterable[Request], *, left: bool = False) -> None:
+    def requests(self, requests: Sequence[Request], *, left: bool = False) -> None:
         """These requests have ended, or their callers have left."""
-        if self._observer is None:
+        if self._observer is None or not requests:
             return
+        ended_s, on_request = self._clock(), self._observer.on_request
         for request in requests:
             trace = request.trace
             if trace is not None:
-                claimed_s = trace.claimed_s
+                arrived_s, claimed_s, costs = request.arrived_s, trace.claimed_s, trace.costs
                 outcome: Literal["ok", "failed", "left"] = "ok" if request.error is None else "failed"
                 record = RequestRecord(
-                    items=len(request.results),
-                    cost=trace.cost,
+                    items=len(costs),
+                    cost=sum(costs),
                     ahead_items=trace.ahead_items,
                     ahead_cost=trace.ahead_cost,
                     batches=tuple(trace.batches),
-                    wait_s=None if claimed_s is None else claimed_s - trace.arrived_s,
-                    total_s=self._clock() - trace.arrived_s,
+                    wait_s=None if claimed_s is None else claimed_s - arrived_s,
+                    total_s=ended_s - arrived_s,
                     outcome="left" if left else outcome,
+                    expected_wait_s=trace.expected_wait_s,
+                    arrived_s=arrived_s,
+                    costs=costs,
+                    keys=tuple(request.keys or (None,) * len(costs)),
                 )
-                self._report(self._observer.on_request, record)
+                self._report(on_request, record)
 
     def life(self, record: LifeRecord) -> None:
         """Something befell the backend."""

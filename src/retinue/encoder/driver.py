@@ -80,7 +80,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         model_id: str | None = None,
         *,
         preprocess_concurrency: int | None = None,
-        max_wait_s: float = 0.0,
+        max_wait_s: float | None = None,
         max_pending_cost: int | None = None,
         max_rebuilds: int = 3,
         rebuild_window_s: float = 300.0,

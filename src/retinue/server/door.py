@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retinue.batching.pace import Pace
 from retinue.errors import DeadlineExceeded, EncoderUnavailable, Overloaded
 from retinue.server.errors import error_response, refusal
 from retinue.server.interruption import Interruption
+from retinue.server.pace import Pace
 
 __all__ = ["Door", "bears_one_of"]
 

@@ -8,6 +8,12 @@ REFERENCE = Path(".bench/dynamo/vllm/multimodal_utils/custom_encoder/batcher.py"
 
 for command in (
     ["overhead", "--reference", str(REFERENCE)],
+    ["packing"],
+    ["coalescing", "--reference", str(REFERENCE)],
+    ["open_loop"],
+    ["peers"],
+    ["vit"],
+    ["simulation"],
     ["contract"],
     ["demo_encoder"],
     ["decode"],

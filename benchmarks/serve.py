@@ -40,11 +40,13 @@ from retinue.demo.prompt import QUESTION
 from retinue.demo.run import Picture, pictures
 from retinue.demo.serving import demo_stack
 from retinue.media import Image
+from retinue.server.limits import ServerLimits
 from retinue.server.serving import listening
 from retinue.server.stack import Behind, Stack
 
 _CLIENTS = 64
 _TURNS = 6  # of each client, in each round
+_NO_CACHE = ServerLimits(artifact_cache_bytes=0)  # the same pictures come again and again
 
 
 class Instant(VisionEncoderBackend[Image, Any, torch.Tensor]):
@@ -82,7 +84,7 @@ class Bare(Stack):
     """The same app with nothing in front of it."""
 
     def __init__(self) -> None:
-        super().__init__(Instant(), "none", Behind(instant))
+        super().__init__(Instant(), "none", Behind(instant), limits=_NO_CACHE)
         self.app = instant
 
 
@@ -180,7 +182,7 @@ def loop_time(rounds: int) -> dict[str, Any]:
     """Microseconds of the event loop's CPU time for a request with a 100 KB JPEG."""
     image = jpeg(640, 480, 92)
     served = {
-        "with the middleware": Served(Stack(Instant(), "none", Behind(instant))),
+        "with the middleware": Served(Stack(Instant(), "none", Behind(instant), limits=_NO_CACHE)),
         "without": Served(Bare()),
     }
     loads = {name: Load(server.url, [chat([image])], 16) for name, server in served.items()}
@@ -200,7 +202,7 @@ def loop_time(rounds: int) -> dict[str, Any]:
 
 def health_latency() -> dict[str, Any]:
     """Milliseconds that /health takes while twenty 12-megapixel JPEGs arrive."""
-    served = Served(Stack(Decoding(), "none", Behind(instant)))
+    served = Served(Stack(Decoding(), "none", Behind(instant), limits=_NO_CACHE))
     image = jpeg(4000, 3000, 90)
     load = Load(served.url, [chat([image])], 20)
     done = threading.Event()
@@ -274,7 +276,7 @@ class Library(OnAThread):
 def demo_throughput(rounds: int) -> dict[str, Any]:
     """Images per second of the demo model, over HTTP and through the library."""
     album = pictures()
-    served, library = Served(demo_stack()), Library()
+    served, library = Served(demo_stack(limits=_NO_CACHE)), Library()
     load = Load(served.url, [chat([picture.data]) for picture in album], _CLIENTS)
     count = _CLIENTS * _TURNS
     figures = interleaved(

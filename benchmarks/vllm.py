@@ -90,6 +90,7 @@ def stock_server() -> Iterator[str]:
     command += ["--enable-prompt-embeds", "--middleware", "retinue.vllm.EncodeImages"]
     environment = {"RETINUE_ENCODER": "benchmarks.vllm:OneThread", "RETINUE_ENCODER_MODEL": "demo"}
     environment |= {"RETINUE_CLIENT_EMBEDS": "true"}  # for those that were made beforehand
+    environment |= {"RETINUE_ARTIFACT_CACHE_BYTES": "0"}  # the same pictures come again and again
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

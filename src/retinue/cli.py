@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 try:
     import tyro
@@ -20,8 +21,13 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from retinue.server.stack import Behind, Stack
+    from retinue.tools import simulate
 
 __all__ = ["main"]
+
+T = TypeVar("T")
+#: An option that may be given again and again.
+_Several: TypeAlias = Annotated[tuple[T, ...], tyro.conf.UseAppendAction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,8 @@ class Serve:
     environment they cannot: RETINUE_API_KEY."""
     grace_s: Annotated[float, tyro.conf.arg(name="grace")] = 30.0
     """Seconds for what is in flight when the server is told to stop."""
+    record_trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to append times, costs and outcomes of what is encoded to, for retinue simulate; 1 GiB at most."""
     limits: tyro.conf.OmitArgPrefixes[ServerLimits] = field(default_factory=ServerLimits)
     """How much the server takes on."""
     media: tyro.conf.OmitArgPrefixes[MediaPolicy] = field(default_factory=MediaPolicy)
@@ -126,7 +134,9 @@ class Serve:
             return self._run_vllm(api_key, engine_options)
         try:
             stack = self._stack(api_key)
-        except ValueError as error:  # an option whose value only its user can judge
+            if self.record_trace is not None:
+                stack.record(self.record_trace)
+        except (ValueError, OSError) as error:  # an option whose value only its user can judge
             print(f"retinue serve: {error}", file=sys.stderr)
             return 2
         return serve(stack, "retinue", host=self.host, port=self.port, grace_s=self.grace_s)
@@ -144,6 +154,7 @@ class Serve:
             encoder=self.encoder,
             encoder_model=self.encoder_model or "",
             encode_timeout_s=self.limits.request_timeout_s,
+            record_trace=self.record_trace,
             limits=EncodeLimits(**{one.name: getattr(self.limits, one.name) for one in fields(EncodeLimits)}),
             media=self.media,
             failures=self.failures,
@@ -215,6 +226,113 @@ class Split:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Ask what other limits and waits would make of a load: the batcher on a virtual clock, side by side.
+
+    The load is one of these: a trace that retinue serve --record-trace wrote (--trace), callers who ask again
+    when they are answered (--callers), or requests that come at random (--rate). A trace tells how fast the
+    device is by its calls; else --call-ms and --cost-ms do.
+    """
+
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """What a server has recorded."""
+    callers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """So many ask again and again."""
+    think_ms: float = 0.0
+    """Milliseconds, at most, from an answer to the same caller's next request."""
+    rate: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Requests per second, whatever becomes of them."""
+    items: int = 1
+    """Of one request."""
+    cost: _Several[int] = ()
+    """Of an item, 1 if not given; of several, any is as likely as the others."""
+    seconds: float = 5.0
+    """For so long requests come; what happens in the first fifth does not count."""
+    call_ms: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Milliseconds that a call takes whatever is in it."""
+    cost_ms: float = 0.0
+    """Milliseconds that each unit of cost adds."""
+    jitter_ms: float = 0.0
+    """Milliseconds, at most, that a call takes longer than that."""
+    max_batch_cost: _Several[int] = ()
+    """A cap to try. A trace's own limits are tried, too."""
+    max_batch_items: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Items of a batch."""
+    bucket: _Several[int] = ()
+    """A cost for which a graph exists; a call takes what its bucket takes."""
+    wait_ms: _Several[float] = ()
+    """A fixed wait to try, in milliseconds, beside the measured hold and none."""
+    seed: int = 0
+    """The same one gives the same figures."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the figures."""
+
+    def __post_init__(self) -> None:
+        if [self.trace, self.callers, self.rate].count(None) != 2:
+            raise ValueError("simulate needs exactly one of --trace, --callers and --rate")
+        if (self.trace is None) == (self.call_ms is None):
+            raise ValueError("how fast the device is, --call-ms says, or else a trace: give one of the two")
+
+    def run(self) -> int:
+        """Run the command; its exit status."""
+        from retinue.tools.simulate import plain, table
+
+        try:
+            rows = self._rows()
+            print(table(rows))
+            if self.json is not None:
+                self.json.write_text(json.dumps(plain(rows), indent=1) + "\n")
+        except (ValueError, OSError) as error:
+            print(f"retinue simulate: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+    def _rows(self) -> list[simulate.Row]:
+        from retinue.batching.planner import Limits
+        from retinue.batching.recording import read_trace
+        from retinue.tools import simulate
+
+        limits = Limits(None, self.max_batch_items, self.bucket)
+        load: simulate.Load
+        rows, choices = [], []
+        if self.trace is not None:
+            trace = read_trace(self.trace)
+            load, device = simulate.Replay(trace.requests), simulate.Device.of(trace.batches)
+            rows.append(simulate.Row("recorded", trace.limits, simulate.recorded(trace)))
+            choices.append(trace.limits)
+            limits = Limits(
+                limits.max_batch_cost or trace.limits.max_batch_cost,
+                limits.max_batch_items or trace.limits.max_batch_items,
+                limits.buckets or trace.limits.buckets,
+            )
+            print(*simulate.notes(trace, device), "", sep="\n")
+        else:
+            load, device = self._load(), self._device()
+        choices += [simulate.capped(limits, cap) for cap in self.max_batch_cost] or [limits]
+        for policy in simulate.policies(choices, [wait_ms * 1e-3 for wait_ms in self.wait_ms]):
+            figures = simulate.simulate(load, device, policy, self.seed)
+            rows.append(simulate.Row(policy.name, policy.limits, figures))
+        return rows
+
+    def _device(self) -> simulate.Device:
+        from retinue.tools.simulate import Device, Line
+
+        assert self.call_ms is not None
+        return Device(Line(self.call_ms * 1e-3, self.cost_ms * 1e-3), jitter_s=self.jitter_ms * 1e-3)
+
+    def _load(self) -> simulate.Load:
+        from retinue.tools.simulate import Callers, Poisson
+
+        costs, think_s = self.cost or (1,), self.think_ms * 1e-3
+        if self.callers is not None:
+            return Callers(
+                count=self.callers, think_s=think_s, items=self.items, costs=costs, for_s=self.seconds
+            )
+        assert self.rate is not None
+        return Poisson(rate=self.rate, items=self.items, costs=costs, for_s=self.seconds)
+
+
 def main() -> None:
     """Entry point of the ``retinue`` command."""
     arguments, rest = sys.argv[1:], []
@@ -222,7 +340,7 @@ def main() -> None:
         at = arguments.index("--")
         arguments, rest = arguments[:at], arguments[at + 1 :]
     command = tyro.extras.subcommand_cli_from_dict(
-        {"serve": Serve, "split": Split, "demo": Demo},
+        {"serve": Serve, "split": Split, "simulate": Simulate, "demo": Demo},
         prog="retinue",
         args=arguments,
         description="Batches the images of concurrent requests through a vision encoder of your own.",

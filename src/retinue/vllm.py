@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import prometheus_client
@@ -50,6 +51,8 @@ class Config:
     """What the backend's build gets; vLLM's own MODEL if not given."""
     encode_timeout_s: float = 120.0
     """Seconds from a request's last byte until its images are embeddings; beyond it 504."""
+    record_trace: Path | None = None
+    """File to append a trace of what is encoded to, for ``retinue simulate``."""
     limits: EncodeLimits = field(default_factory=EncodeLimits)
     media: MediaPolicy = field(default_factory=MediaPolicy)
     failures: FailurePolicy = field(default_factory=FailurePolicy)
@@ -139,6 +142,8 @@ class EncodeImages:
             encode_timeout_s=config.encode_timeout_s,
             place=_PLACE,
         )
+        if config.record_trace is not None:
+            self._front.record(config.record_trace)
         self._keys: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

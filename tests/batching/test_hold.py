@@ -6,6 +6,7 @@ Here the actor has its thread, and a clock that tells when the thread looks at i
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -481,3 +482,27 @@ def test_a_drain_ends_a_hold_for_others(measured: Held) -> None:
     measured.actor.close(drain=True)
     assert measured.wait_for_call() == ["a"]
     measured.actor.stopped.result(SOON_S)
+
+
+def test_a_hold_begins_only_once_the_alarm_was_found_silent() -> None:
+    """Without that look ``SimpleQueue.get`` may sleep for ever, up to CPython 3.12."""
+    clock, heard = Clock(), []
+
+    class Alarm(queue.SimpleQueue[None]):
+        def get_nowait(self) -> None:
+            heard.append("looked")
+            raise queue.Empty
+
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
+            heard.append(f"slept {timeout} s")
+            clock.tick(timeout or 0.0)
+            raise queue.Empty
+
+    actor = Actor(Echo(), Limits(), max_wait_s=2.0, clock=clock, alarm=Alarm())
+    actor.begin()
+    actor.open()
+    loop = asyncio.new_event_loop()
+    actor.enqueue(loop, ["a"])
+    assert actor._wait_for_work()
+    loop.close()
+    assert heard == ["looked", "slept 2.0 s"]

@@ -44,6 +44,7 @@ LIMITS = ServerLimits(
     max_pending_bytes=64 * 2**20,
     max_body_bytes=2 * 2**20,
     request_timeout_s=10.0,
+    artifact_cache_bytes=2**20,  # soon full, so that what is kept does not look like a leak
 )
 MEDIA = MediaPolicy(
     max_image_bytes=2**20, max_images=8, fetch_timeout_s=3.0, max_redirects=3, allow_private_addresses=True

@@ -70,12 +70,14 @@ def quiet() -> Iterator[None]:
     """For many schedules: no log record is made, and what is left behind is looked for among what is new."""
     logger = logging.getLogger("retinue")
     was_disabled, logger.disabled = logger.disabled, True
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:  # as by the tests' conftest, which leaves out what was imported
+            gc.unfreeze()
         logger.disabled = was_disabled
 
 
@@ -157,8 +159,8 @@ class Driver:
             respawn=self.respawn,
             observer=self if setup.is_observed else None,
             clock=self.clock,
+            alarm=self,  # type: ignore[arg-type]  # it has the three methods
         )
-        self.actor._alarm = self  # type: ignore[assignment]  # it has the two methods
         self._step, self._hand_on = self.actor.step, self.actor.hand_on
         self.actor.step, self.actor.hand_on = self.step, self.hand_on  # type: ignore[method-assign]
 
@@ -223,6 +225,12 @@ class Driver:
     def put(self, _: None) -> None:
         """Somebody wakes the thread."""
         self.alarms += 1
+
+    def get_nowait(self) -> None:
+        """The thread looks whether it was woken."""
+        if not self.alarms:
+            raise queue.Empty
+        self.alarms -= 1
 
     def get(self, timeout: float | None = None) -> None:
         """The thread sleeps."""

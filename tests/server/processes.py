@@ -14,6 +14,8 @@ from .asgi import SOON_S
 
 PROGRAM = Path(__file__).with_name("program.py")
 
+_START_S = 50.0  # seconds of work on its imports, where the cores are taken
+
 
 class Process:
     """A process that serves, and says so as ``name``."""
@@ -26,7 +28,7 @@ class Process:
     async def line(self, pattern: str) -> re.Match[str]:
         """The next line, which must look like this."""
         assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), SOON_S)).decode().rstrip()
+        line = (await asyncio.wait_for(self._process.stdout.readline(), _START_S)).decode().rstrip()
         match = re.fullmatch(pattern, line)
         assert match, line
         return match

@@ -409,7 +409,7 @@ def of_ours() -> collections.Counter[str]:
 
 async def test_who_closed_its_connection_is_not_encoded_and_a_thousand_requests_leave_nothing() -> None:
     backend = Told()
-    async with site(backend) as server:
+    async with site(backend, limits=ServerLimits(artifact_cache_bytes=0)) as server:
         parked = server.asking(data_url(1))
         await backend.gate.reached()
         async with dialling(server.port) as leaver:
@@ -474,7 +474,8 @@ async def test_ten_rounds_of_overload_with_failures_and_leavers_leave_all_room_f
             return await wire.until(b"\r\n\r\n")
 
     backend = Told(forward=forward)
-    async with site(backend, limits=ServerLimits(max_concurrent_requests=limit)) as server:
+    limits = ServerLimits(max_concurrent_requests=limit, artifact_cache_bytes=0)
+    async with site(backend, limits=limits) as server:
         for number in range(10):
             backend.gate = Gate()
             asking = [server.asking(url)]

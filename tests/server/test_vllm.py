@@ -17,6 +17,7 @@ import pytest
 import torch
 from starlette.types import Message, Receive, Scope, Send
 
+from retinue.batching.recording import read_trace
 from retinue.demo.run import PICTURES
 from retinue.media import MediaPolicy
 from retinue.server.limits import EncodeLimits
@@ -36,6 +37,7 @@ def test_a_configuration_survives_its_way_through_the_environment(tmp_path: Path
         encoder=ENCODER,
         encoder_model="a model",
         encode_timeout_s=2.5,
+        record_trace=tmp_path / "trace.jsonl",
         limits=EncodeLimits(max_pending_cost=7, client_embeds=True),
         media=MediaPolicy(max_images=3, allowed_domains=("a.example", "b.example"), file_root=tmp_path),
     )
@@ -246,3 +248,12 @@ async def test_its_figures_are_among_vllms(registry: prometheus_client.Collector
     async with running(Vllm()) as server:
         await server.ask([image()])
     assert registry.get_sample_value("retinue_images_total", {"outcome": "ok"}) == 1
+
+
+async def test_what_is_encoded_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.jsonl"
+    monkeypatch.setenv("RETINUE_RECORD_TRACE", str(path))
+    async with running(Vllm()) as server:
+        await server.ask([image()])
+    trace = read_trace(path)
+    assert [request.items for request in trace.requests] == [1, 1]  # the first is the encoder's trial

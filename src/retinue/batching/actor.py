@@ -113,6 +113,7 @@ RECOVERY = Recovery()
 class Actor:
     """Runs ``fn`` on batches of what was enqueued; ``ThreadedMicroBatcher`` is its public face.
 
+    ``clock``, ``alarm``: its time, and what its thread sleeps on; a simulation has its own.
     ``max_wait_s``: None for as long as is measured to pay. ``respawn``: starts a fresh thread that calls
     ``run``; without it a lost backend is not built again.
     """
@@ -131,6 +132,7 @@ class Actor:
         observer: Observer | None = None,
         words: Words = WORDS,
         clock: Callable[[], float] = time.monotonic,
+        alarm: queue.SimpleQueue[None] | None = None,
     ) -> None:
         self.started: Future[None] = Future()  # settles when on_start has run
         self.stopped: Future[None] = Future()  # settles as the last thread's last act
@@ -166,8 +168,8 @@ class Actor:
         self._ended_s = -math.inf  # when the call before this one did
         self._holding_since_s: float | None = None
         self._asleep: Asleep = _AWAKE
-        self._enough = limits  # what ends a hold
-        self._alarm: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._enough = Limits(limits.max_batch_cost, limits.max_batch_items)  # what ends a hold
+        self._alarm: queue.SimpleQueue[None] = queue.SimpleQueue() if alarm is None else alarm
         self._thread_id = 0
         self._lost: BaseException | None = None
         self._epitaph = ""  # why it failed, or will unless the backend is built again
@@ -262,7 +264,7 @@ class Actor:
             request.arrived_s = now_s = self._clock()
             if self._is_observed:
                 expected_wait_s = self._expected_wait_s(now_s)
-                request.trace = Trace(costs or [1] * count, waiting, expected_wait_s)
+                request.trace = Trace(costs or [1] * count, keys, waiting, expected_wait_s)
             request.first = waiting.arrivals
             request.remaining = count  # not before it is let in: nobody may end it who does not find it
             if count == 1 and costs is None and keys is None:
@@ -281,6 +283,44 @@ class Actor:
         if wake:
             self._alarm.put(None)
         return request
+
+    def enqueue_each(
+        self,
+        requests: Sequence[Request],
+        items: Sequence[Any],
+        costs: Sequence[int],
+        keys: Sequence[Hashable],
+    ) -> None:
+        """Queue all of ``items`` or nothing, each as the ``Request.to_wake`` beside it; raises as
+        ``enqueue``. To an observer they are one request, which ends with the last of them.
+        """
+        with self._lock:
+            waiting = self._waiting
+            if self._state is not _RUNNING:
+                raise self._refusal()
+            if self._max_pending_cost is not None:
+                self._make_sure_of_room(sum(costs), self._max_pending_cost)
+            now_s, trace = self._clock(), None
+            if self._is_observed:
+                expected_wait_s = self._expected_wait_s(now_s)
+                trace = Trace(costs, keys, waiting, expected_wait_s, requests=len(requests))
+            try:
+                for request, item, cost, key in zip(requests, items, costs, keys, strict=True):
+                    request.keys, request.results, request.error = (key,), [None], None
+                    request.arrived_s, request.trace = now_s, trace
+                    request.first, request.remaining = waiting.arrivals, 1
+                    self._add_all(request, (item,), (cost,))
+            except BaseException:  # no memory, or a key whose __eq__ raises
+                for request in requests:
+                    self._end(request)
+                raise
+            wake = self._asleep is not _AWAKE and (
+                self._asleep is _IDLE or waiting.fills_a_batch(self._enough, self._ceilings)
+            )
+            if wake:
+                self._asleep = _AWAKE
+        if wake:
+            self._alarm.put(None)
 
     def _make_sure_of_room(self, cost: int, bound: int) -> None:
         if cost > bound:
@@ -521,8 +561,12 @@ class Actor:
                 if hold_s == 0:
                     return True
                 self._asleep = _IDLE if hold_s is None else _HOLDING
-            with contextlib.suppress(queue.Empty):
-                self._alarm.get(timeout=hold_s)
+            try:
+                # Else ``get`` may sleep for ever, up to CPython 3.12, where its time is up before it sleeps.
+                self._alarm.get_nowait()
+            except queue.Empty:
+                with contextlib.suppress(queue.Empty):
+                    self._alarm.get(timeout=hold_s)
 
     def _hold_s(self) -> float | None:
         """Seconds until a batch is due unless there is ``_enough`` before; None if nothing waits."""
@@ -823,7 +867,7 @@ class Actor:
             BatchRecord(
                 id=self._batches,
                 items=len(works),
-                requests=len({work[2] for work in works}),
+                requests=len({work[2].trace for work in works}),
                 cost=piece.cost,
                 key=piece.key,
                 bucket=bucket,

@@ -220,6 +220,16 @@ class ThreadedMicroBatcher(Generic[ItemT, ResultT]):
         """
         self._actor.enqueue(request.loop, items, costs, keys, request)
 
+    def enqueue_each(
+        self,
+        requests: Sequence[Request],
+        items: Sequence[ItemT],
+        costs: Sequence[int],
+        keys: Sequence[Hashable],
+    ) -> None:
+        """``enqueue`` of several requests of one item each, in one step: all of them enter, or none."""
+        self._actor.enqueue_each(requests, items, costs, keys)
+
     def withdraw(self, request: Request) -> None:
         """Its caller has left: what no batch has claimed never reaches ``fn``."""
         self._actor.withdraw(request)

@@ -23,6 +23,7 @@ from rich.table import Table
 from retinue.batching import BatchRecord, RequestRecord
 from retinue.demo.prompt import QUESTION
 from retinue.demo.serving import MODEL_NAME, demo_stack
+from retinue.server.limits import ServerLimits
 from retinue.server.serving import listening
 
 __all__ = ["PICTURES", "Picture", "Service", "pictures", "run"]
@@ -31,6 +32,7 @@ PICTURES = Path(__file__).parent / "pictures"
 
 _LEAVES = 8  # every so manieth caller leaves half-way
 _SHOWN = 24  # batches of the table
+_NO_CACHE = ServerLimits(artifact_cache_bytes=0)  # every picture is encoded, each time that it is shown
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Service:
         self._life = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
-        url = await self._life.enter_async_context(listening(demo_stack(observer=self)))
+        url = await self._life.enter_async_context(listening(demo_stack(limits=_NO_CACHE, observer=self)))
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self._client = await self._life.enter_async_context(client)
         return self

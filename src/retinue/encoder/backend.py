@@ -3,7 +3,8 @@
 Which thread runs what
     ``build``, every ``forward_batch`` and ``close`` run on one thread, the actor, and no other:
     CUDA graphs, streams and thread-local state made in ``build`` are valid in all of them.
-    ``preprocess`` runs on pool threads, several calls at once; it must not touch what the actor owns.
+    ``preprocess`` and ``cache_key`` run on pool threads, several calls at once; they must not touch what the
+    actor owns.
 
 What an exception means
     ``InvalidInput`` from ``preprocess``: the caller's fault, its message is shown to the caller.
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from retinue.batching import memory
+from retinue.encoder.cache import content_key
 from retinue.errors import BackendLost
 
 RawT = TypeVar("RawT")
@@ -79,6 +81,18 @@ class VisionEncoderBackend(ABC, Generic[RawT, ItemT, ArtifactT]):
         A class that does not override this has no preprocess phase: its raws are its items, of cost 1.
         """
         return Preprocessed(cast(ItemT, raw))
+
+    def cache_key(self, raw: RawT) -> Hashable | None:
+        """What is equal for raws of one artifact, and for no others; None: ``raw`` is never cached.
+
+        Pool threads, before ``preprocess``, and only where the encoder has a cache. The default is type,
+        length and digest of ``bytes``, and of what has a ``content_key`` as ``retinue.media.Image`` has; for
+        all else None. Override it where an artifact depends on more than that, or on less.
+        """
+        if type(raw) is bytes:
+            return bytes, content_key(cast(bytes, raw))
+        content = getattr(raw, "content_key", None)
+        return None if content is None else (type(raw), content)
 
     @abstractmethod
     def forward_batch(self, items: list[ItemT], target_bucket: int | None = None) -> Sequence[ArtifactT]:

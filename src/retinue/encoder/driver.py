@@ -3,18 +3,15 @@
 Thread rules
     The backend's ``build``, ``forward_batch`` and ``close`` run on the batcher's thread, ``preprocess`` on
     the pool's; nothing of the backend ever runs on an event loop.
-    ``_lock`` guards ``_life``, ``_batcher``, ``_pool``, ``_ending`` and ``_preparing``; each ``_Preparation``
-    has one of its own. None is held while the backend or an event loop's callback runs. They are re-entrant,
-    because the garbage collector may end an abandoned ``encode`` in a thread that holds them.
+    ``_lock`` guards ``_life``, ``_batcher``, ``_pool``, ``_ending`` and ``_preparing``; it is not held while
+    the backend or an event loop's callback runs. It is re-entrant, because the garbage collector may end an
+    abandoned ``encode`` in a thread that holds it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-import contextvars
-import copy
 import logging
 import os
 import threading
@@ -26,13 +23,16 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from retinue.batching import Observer, Pending, ThreadedMicroBatcher
 from retinue.batching.batcher import forward_timeout, pending_bound, rebuild_bound
-from retinue.batching.outcome import Words, describe, forget_frames, log_error
+from retinue.batching.outcome import Words, log_error
 from retinue.batching.planner import Limits, positive_int
-from retinue.batching.request import Request
 from retinue.encoder.backend import ArtifactT, ItemT, Preprocessed, RawT, VisionEncoderBackend
+from retinue.encoder.cache import Cached
 from retinue.encoder.contract import CheckedBackend
+from retinue.encoder.flights import Flights
 from retinue.encoder.pool import Pool
-from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput, RetinueError
+from retinue.encoder.preparation import Preparation
+from retinue.encoder.sharing import Sharing
+from retinue.errors import EncoderUnavailable
 
 logger = logging.getLogger("retinue")
 
@@ -69,6 +69,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     ``load`` and ``shutdown`` do the same for code that is not asynchronous.
 
     ``preprocess_concurrency``: threads for ``preprocess``, in place of the backend's own choice.
+    ``artifact_cache_bytes``: memory for the artifacts of images that were encoded before, and are then not
+    preprocessed and encoded again; equal images that are wanted at once are encoded once, too. 0: no cache.
     ``max_wait_s``, ``max_pending_cost``, ``max_rebuilds``, ``rebuild_window_s``, ``forward_timeout_s``,
     ``observer``, ``join_timeout_s``: as for ``ThreadedMicroBatcher``; an observer that is a
     ``PreprocessObserver`` also hears of ``preprocess``.
@@ -80,6 +82,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         model_id: str | None = None,
         *,
         preprocess_concurrency: int | None = None,
+        artifact_cache_bytes: int = 0,
         max_wait_s: float | None = None,
         max_pending_cost: int | None = None,
         max_rebuilds: int = 3,
@@ -91,7 +94,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
     ) -> None:
         self._backend = backend
         self._model_id = model_id
-        self._threads = _threads(backend, preprocess_concurrency)
+        self._flights = Flights(artifact_cache_bytes) if cache_budget(artifact_cache_bytes) else None
+        self._threads = _threads(backend, preprocess_concurrency, has_cache=self._flights is not None)
         self._preprocess: Callable[[RawT], Preprocessed[ItemT]] = backend.preprocess
         if isinstance(observer, PreprocessObserver):
             self._preprocess = _timed(backend.preprocess, observer)
@@ -108,7 +112,7 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         self._limits = Limits()
         self._batcher: ThreadedMicroBatcher[ItemT, ArtifactT] | None = None
         self._pool: Pool | None = None
-        self._preparing: set[_Preparation] = set()
+        self._preparing: set[Preparation | Sharing] = set()
         # What the first shutdown has begun to end, and a later one may wait for.
         self._ending: tuple[ThreadedMicroBatcher[ItemT, ArtifactT] | None, Pool | None] = (None, None)
 
@@ -182,11 +186,12 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
 
     # ---- requests
 
-    async def encode(self, raws: Sequence[RawT]) -> list[ArtifactT]:
-        """Encode all of ``raws``; return one artifact per raw, in order.
+    async def encode(self, raws: Sequence[RawT], *, fresh: bool = False) -> list[ArtifactT]:
+        """Encode all of ``raws``; return one artifact per raw, in order, its caller's alone.
 
         All are preprocessed before any is batched; the first that fails ends the request at once. Cancelling
-        it stops all of its images that no batch has claimed.
+        it stops all of its images that no batch has claimed and nobody else waits for. ``fresh``: past the
+        cache, if there is one.
 
         Raises ``InvalidInput`` for an image that ``preprocess`` refuses or that costs more than a batch may
         hold; ``EncoderFailed`` where the backend failed or broke its contract; ``Overloaded`` if
@@ -201,15 +206,20 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             if batcher is None or self._life is not _Life.LOADED:
                 raise EncoderUnavailable(f"encode() called {self._life.value}")
             if pool is not None and raws:
-                preparation = _Preparation(self._preprocess, self._limits, raws, batcher)
+                work = self._preprocess, self._limits, raws, batcher, pool
+                if self._flights is None or fresh:
+                    preparation: Preparation | Sharing = Preparation(*work)
+                else:
+                    preparation = Sharing(self._flights, self._backend.cache_key, *work)
                 self._preparing.add(preparation)
+                del work
         if pool is None or not raws:
             request = batcher.submit(raws)  # type: ignore[arg-type]  # its raws are its items
             del raws  # a traceback through here must not keep them
             return await request
         del raws
         try:
-            return await preparation.run(pool)
+            return await preparation.run()
         finally:
             with self._lock:
                 self._preparing.discard(preparation)
@@ -220,6 +230,10 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
         with self._lock:
             batcher = self._batcher
         return _NOTHING if batcher is None else batcher.pending()
+
+    def cached(self) -> Cached:
+        """What the cache holds and has done; all 0 without one."""
+        return Cached() if self._flights is None else self._flights.figures()
 
     # ---- within
 
@@ -287,6 +301,8 @@ class AsyncVisionEncoder(Generic[RawT, ItemT, ArtifactT]):
             preparation.end(EncoderUnavailable("shut down while the request was being preprocessed"))
         if pool is not None:
             pool.close()
+        if self._flights is not None:
+            self._flights.close()
         return batcher, pool
 
     def _patience_s(self, began_s: float) -> float:
@@ -321,13 +337,18 @@ def _timed(
     return timed
 
 
-def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None) -> int:
-    """How many threads preprocess; 0 for a backend that has no such phase."""
+def cache_budget(value: int) -> int:
+    """``artifact_cache_bytes``, checked."""
+    return 0 if value == 0 else positive_int(value, "artifact_cache_bytes must be an int >= 0")
+
+
+def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None, *, has_cache: bool) -> int:
+    """How many threads preprocess, and look images up; 0 where there is neither to be done."""
     wanted = backend.preprocess_concurrency if override is None else override
     if wanted:
         positive_int(wanted, "preprocess_concurrency must be None or an int >= 0")
     if type(backend).preprocess is VisionEncoderBackend.preprocess:
-        return 0
+        return (wanted or _cores()) if has_cache else 0
     if wanted == 0:
         raise ValueError(
             f"preprocess_concurrency is 0, but {type(backend).__name__} overrides preprocess, "
@@ -339,185 +360,3 @@ def _threads(backend: VisionEncoderBackend[Any, Any, Any], override: int | None)
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _blame(error: BaseException, index: int, count: int) -> RetinueError:
-    """The caller's own error for what ``preprocess`` raised."""
-    what = f"image {index + 1} of {count}"
-    blamed: RetinueError
-    if isinstance(error, InvalidInput):
-        blamed = InvalidInput(f"{what}: {_words(error)}", position=index)
-    elif isinstance(error, RetinueError):
-        blamed = copy.copy(error)
-    elif isinstance(error, (ValueError, TypeError)):
-        blamed = InvalidInput(f"{what} was refused by preprocess", position=index)
-        if hasattr(blamed, "add_note"):  # for the log and the debugger; clients see the message alone
-            blamed.add_note(describe(error))
-    else:
-        blamed = EncoderFailed(f"{what}: preprocess raised {describe(error)}")
-    blamed.__cause__ = error
-    return blamed
-
-
-def _words(error: InvalidInput) -> str:
-    """What its author wrote for the caller, or our words where there are none or ``__str__`` raises."""
-    words = ""
-    with contextlib.suppress(Exception):
-        words = str(error)
-    return words or "refused by preprocess"
-
-
-class _Preparation:
-    """The preprocessing of one request: all of its images are batched, or the first error is raised.
-
-    Its images are jobs of the pool. Whoever finishes the last of them hands the request to the batcher, and
-    whoever fails first wakes it, so the event loop hears of a request once. Jobs that have not begun when the
-    request ends do nothing.
-    """
-
-    def __init__(
-        self,
-        preprocess: Callable[[Any], Any],
-        limits: Limits,
-        raws: list[Any],
-        batcher: ThreadedMicroBatcher[Any, Any],
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] = self._loop.create_future()
-        self._preprocess = preprocess
-        self._limits = limits
-        self._batcher = batcher
-        self._lock = threading.RLock()
-        self._raws = raws
-        self._count = len(self._raws)
-        self._ready: list[Any] = [None] * self._count
-        self._remaining = self._count  # images still to come; 0 once it has ended or is batched
-        self._request: Request | None = None  # once it is about to be batched
-        self._left = False  # its caller has
-        self._error: BaseException | None = None
-
-    async def run(self, pool: Pool) -> list[Any]:
-        """What becomes of the images, in order; raises the error of the first that fails.
-
-        Each is a job of ``pool``, in a copy of the caller's context.
-        """
-        try:
-            for index in range(self._count):
-                pool.submit(partial(contextvars.copy_context().run, self._do, index))
-            await self._future
-        except GeneratorExit:
-            self._leave(self._batcher.abandon)
-            raise
-        except BaseException:
-            self._leave(self._batcher.withdraw)
-            raise
-        request, self._request = self._request, None
-        error: BaseException | None = self._error
-        if error is None and request is not None:
-            error = request.error
-            if error is None:
-                return request.results
-        assert error is not None
-        self._error = None  # its traceback leads to here, and a cycle would keep it
-        try:
-            raise error
-        finally:
-            del error, request, self
-
-    def end(self, error: BaseException | None) -> None:
-        """Stop all that has not begun; with ``error``, wake the request with it. Counts once."""
-        with self._lock:
-            if not self._remaining:
-                return
-            self._remaining = 0
-            self._raws = []
-            self._ready = []
-            self._error = error
-        if error is not None:
-            self._wake()
-
-    def _leave(self, withdraw: Callable[[Request], None]) -> None:
-        self.end(None)
-        with self._lock:
-            self._left = True
-            request, self._request = self._request, None
-        if request is not None:
-            withdraw(request)
-
-    def _do(self, index: int) -> None:
-        with self._lock:
-            if not self._remaining:
-                return
-            raw, self._raws[index] = self._raws[index], None
-        try:
-            prepared = self._preprocess(raw)
-        except BaseException as error:  # SystemExit too: the process is not a backend's to end
-            forget_frames(error)
-            self.end(_blame(error, index, self._count))
-            return
-        finally:
-            del raw
-        try:
-            prepared = self._checked(prepared, index)
-        except RetinueError as error:
-            forget_frames(error)
-            del prepared
-            self.end(error)
-            return
-        with self._lock:
-            if not self._remaining:
-                return
-            self._ready[index] = prepared
-            self._remaining -= 1
-            if self._remaining:
-                return
-            ready, self._ready = self._ready, []
-            self._request = request = Request.to_wake(self._future)
-        del prepared  # a traceback through the next line must not keep it
-        self._batch(request, ready)
-
-    def _batch(self, request: Request, ready: list[Preprocessed[Any]]) -> None:
-        """Hand what is ready to the batcher, outside of the lock, for the batcher has one of its own."""
-        try:
-            self._batcher.enqueue(
-                request,
-                [image.item for image in ready],
-                [image.cost for image in ready],
-                [image.key for image in ready],
-            )
-        except BaseException as error:
-            forget_frames(error)
-            self._error = error
-            self._wake()
-            return
-        finally:
-            ready.clear()  # the caller's, too
-        with self._lock:
-            left = self._left
-        if left:  # before the batcher knew the request
-            self._batcher.withdraw(request)
-
-    def _checked(self, prepared: Any, index: int) -> Preprocessed[Any]:
-        """``prepared``, with a cost that a batch can hold and a key that can be compared."""
-        what = f"image {index + 1} of {self._count}"
-        if not isinstance(prepared, Preprocessed):
-            raise EncoderFailed(f"{what}: preprocess must return Preprocessed, got {type(prepared).__name__}")
-        try:
-            positive_int(prepared.cost, "preprocess gave a cost that is no positive int")
-            hash(prepared.key)
-            cost = self._limits.admit(prepared.cost, index, self._count, "image")
-        except InvalidInput:
-            raise
-        except (TypeError, ValueError) as error:
-            raise EncoderFailed(f"{what}: {error}") from None
-        except BaseException as error:  # out of an author's own ``__index__`` or ``__hash__``
-            raise EncoderFailed(f"{what}: its cost or key raised {describe(error)}") from error
-        return Preprocessed(prepared.item, cost, prepared.key)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: its caller is gone
-            self._loop.call_soon_threadsafe(self._settle)
-
-    def _settle(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)

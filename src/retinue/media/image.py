@@ -34,6 +34,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from retinue.encoder.cache import content_key
 from retinue.errors import InvalidInput
 
 __all__ = ["DEFAULT_MAX_PIXELS", "FORMATS", "Image"]
@@ -73,12 +74,13 @@ class Image:
     Python), and Pillow's many formats that no client sends.
     """
 
-    __slots__ = ("data", "format", "size", "url")
+    __slots__ = ("_content_key", "data", "format", "size", "url")
 
     def __init__(self, data: bytes, *, url: str | None = None, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         _check_bound(max_pixels)
         self.data = bytes(data)
         self.url = url
+        self._content_key: tuple[int, bytes] | None = None
         self.format = _sniff(self.data)
         frame = _or_invalid(self.format, lambda: _CUTTERS[self.format](self.data))
         self.size = _upright(frame.size, frame.orientation)
@@ -88,6 +90,13 @@ class Image:
 
     def __repr__(self) -> str:
         return f"<Image {self.format} {_by(self.size)}, {len(self.data)} bytes>"
+
+    @property
+    def content_key(self) -> tuple[int, bytes]:
+        """Length and SHA-256 of ``data``, computed once: equal for the same picture file."""
+        if self._content_key is None:
+            self._content_key = content_key(self.data)
+        return self._content_key
 
     def decode(self, max_side: int | None = None) -> PIL.Image.Image:
         """Decode the first frame: RGB, upright, transparency on white, without metadata.

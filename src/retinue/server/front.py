@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from retinue.batching import BatchRecord, LifeRecord, Observer, RequestRecord
+from retinue.batching.planner import Limits
+from retinue.batching.recording import Recorder
 from retinue.encoder import AsyncVisionEncoder, VisionEncoderBackend
 from retinue.errors import EncoderFailed, EncoderUnavailable, InvalidInput
 from retinue.media import MediaLoader, MediaPolicy
@@ -66,22 +69,25 @@ class Front:
         join_timeout_s: float = 10.0,
         **middleware: Any,
     ) -> None:
-        observers: list[Observer] = []  # ours first, so that what an owner hears of is already shown
+        self._backend = backend
+        self._recorder: Recorder | None = None
+        self._observers: list[Observer] = []  # ours first, so that what an owner hears of is already shown
         self.encoder: AsyncVisionEncoder[Any, Any, Any] = AsyncVisionEncoder(
             backend,
+            artifact_cache_bytes=limits.cache_bytes(),
             max_pending_cost=limits.max_pending_cost,
             max_rebuilds=failures.max_rebuilds,
             rebuild_window_s=failures.rebuild_window_s,
             forward_timeout_s=failures.forward_timeout_s,
-            observer=_Observers(observers),
+            observer=_Observers(self._observers),
             join_timeout_s=join_timeout_s,
         )
         self._media = MediaLoader(media)
         self.metrics = Metrics(backend.max_batch_cost)
         self.readiness = Readiness(self.encoder)
-        observers += [self.metrics, self.readiness]
+        self._observers += [self.metrics, self.readiness]
         if observer is not None:
-            observers.append(observer)
+            self._observers.append(observer)
         self.images = EncodeImages(
             app,
             encoder=self.encoder,
@@ -94,7 +100,15 @@ class Front:
         )
         self.app: ASGIApp = PacedBodies(self.images, limits.client_timeout_s)
         self.metrics.watch(self.encoder.pending)
+        self.metrics.watch_cache(self.encoder.cached)
         self.metrics.gauge("retinue_pending_bytes", "Bytes they hold", lambda: self.images.budget.held_bytes)
+
+    def record(self, path: Path) -> None:
+        """Append a trace of what is encoded to the file at ``path``; ``OSError`` if it cannot be opened."""
+        backend = self._backend
+        limits = Limits(backend.max_batch_cost, backend.max_batch_items, tuple(backend.buckets or ()))
+        self._recorder = Recorder(path, limits)
+        self._observers.append(self._recorder)
 
     async def build(self, model_id: str) -> None:
         """Load the encoder; raises what that raised."""
@@ -110,7 +124,7 @@ class Front:
         An encoder that refuses such a picture is not tried out: small and grey says it, as for readiness.
         """
         try:
-            (artifact,) = await self.encoder.encode([probe_picture()])
+            (artifact,) = await self.encoder.encode([probe_picture()], fresh=True)
         except InvalidInput:
             return
         try:
@@ -137,6 +151,8 @@ class Front:
         """End all parts; each is ended, even if another fails to."""
         self.drain()
         outcomes = await asyncio.gather(self.encoder.aclose(), self._media.aclose(), return_exceptions=True)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

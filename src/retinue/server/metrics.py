@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from retinue.batching import BatchRecord, LifeRecord, Pending, RequestRecord
 from retinue.batching.records import Outcome
+from retinue.encoder.cache import Cached
 from retinue.errors import RetinueError
 from retinue.server.middleware import Ending
 
@@ -101,6 +104,10 @@ class Metrics:
         ):
             self.gauge(name, text, value)
 
+    def watch_cache(self, cached: Callable[[], Cached]) -> None:
+        """Show what the artifact cache holds and has done, as ``cached`` says whenever somebody asks."""
+        self.registry.register(_CacheFigures(cached))
+
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Show ``value()`` whenever somebody asks."""
         Gauge(name, text, registry=self.registry).set_function(value)
@@ -140,6 +147,28 @@ class Metrics:
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _CacheFigures(Collector):
+    def __init__(self, cached: Callable[[], Cached]) -> None:
+        self._cached = cached
+
+    def collect(self) -> Iterator[Metric]:
+        """Of ``prometheus_client``."""
+        cached = self._cached()
+        lookups = CounterMetricFamily(
+            "retinue_cache_lookups",
+            "Images looked up in the artifact cache: it was there, it was on its way, or neither",
+            labels=["outcome"],
+        )
+        for outcome, images in (("hit", cached.hits), ("joined", cached.joined), ("miss", cached.misses)):
+            lookups.add_metric([outcome], images)
+        yield lookups
+        yield CounterMetricFamily(
+            "retinue_cache_evictions", "Artifacts that made room for others", value=cached.evictions
+        )
+        yield GaugeMetricFamily("retinue_cache_bytes", "Artifacts in the cache", value=cached.bytes)
+        yield GaugeMetricFamily("retinue_cache_entries", "How many these are", value=cached.entries)
 
 
 def _snake(name: str) -> str:

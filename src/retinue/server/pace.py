@@ -1,4 +1,4 @@
-"""How fast batches have been served lately: pure, fed by the actor with what it measured."""
+"""How fast requests have been served lately: pure, fed by the door with what it measured."""
 
 from __future__ import annotations
 

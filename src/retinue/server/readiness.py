@@ -1,7 +1,7 @@
 """Whether the server can serve: not what was once built, but what the encoder did lately.
 
 Ready means that a forward succeeded within the last seconds, of a client's batch or, when there was none, of
-a probe: one small grey picture through the whole encoder, with a bound on its time.
+a probe: one small grey picture through the whole encoder but for its cache, with a bound on its time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Readiness:
 
     async def _forward(self) -> str:
         try:
-            await asyncio.wait_for(self._encoder.encode([probe_picture()]), self._probe_timeout_s)
+            probing = self._encoder.encode([probe_picture()], fresh=True)
+            await asyncio.wait_for(probing, self._probe_timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             running_s = self._encoder.pending().running_s
             running = "" if running_s is None else f"; a call has been running for {running_s:.1f} s"

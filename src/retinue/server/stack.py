@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -83,6 +84,10 @@ class Stack:
         self.metrics.gauge("retinue_rejected", "Requests refused at the door", lambda: door.rejected)
         self._door = door
         self.app: ASGIApp = Operations(door, readiness=self.readiness, metrics=self.metrics.text)
+
+    def record(self, path: Path) -> None:
+        """Append a trace of what is encoded to the file at ``path``; ``OSError`` if it cannot be opened."""
+        self._front.record(path)
 
     async def build(self) -> None:
         """Load the encoder and what is behind it; from then on it is ready. Raises what that raised."""

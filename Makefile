@@ -22,7 +22,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 setup-vllm: .venv-vllm/ready
 
@@ -64,17 +64,24 @@ soak: $(READY)
 	$(BIN)/python -m tests.chaos.figures .soak
 	RETINUE_SOAK=1 $(BIN)/python -m pytest tests/fuzz
 
-bench: $(READY) .bench/ready
+bench: $(READY) .bench/ready .venv-bench/ready
 	$(BIN)/python -m benchmarks
 
-# The reference that benchmarks/overhead.py compares with; only one file of it is loaded, by its path.
-.bench/ready:
-	$(BIN)/pip install --quiet --no-deps --target .bench ai-dynamo==1.6.1
+# The peers that run in the benchmarks' own process, and those that are servers. Of ai-dynamo one file is loaded.
+.bench/ready: benchmarks/requirements-peers.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .bench --requirement $<
+	@touch $@
+
+.venv-bench/ready: benchmarks/requirements-servers.txt pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --requirement $<
+	.venv-bench/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 # Draws the pictures anew and checks that every link leads somewhere.
 docs: $(READY)
 	$(BIN)/python docs/timeline.py
+	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 demo: $(READY)
@@ -84,4 +91,4 @@ train: $(READY)
 	$(BIN)/python -m retinue.demo.train
 
 clean:
-	rm -rf .venv .venv-vllm .venv-audit .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-audit .venv-bench .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -45,6 +45,8 @@ class Injected(RuntimeError):
 class Mark:
     """Whose picture this is, and its ``trouble``: what it does in here, mostly nothing.
 
+    ``place``: which of its request's. So no two pictures are the same, and each comes to the backend.
+
     In preprocess: "value error", "key error", "pause in preprocess". In a forward: what ``FAILING`` names;
     "greedy memory", which is enough for it alone; "nan"; "pause in forward". "followed", like a pause, makes
     the backend tell how far it has come.
@@ -52,10 +54,11 @@ class Mark:
 
     tag: str = "probe"  # what readiness sends has no mark
     trouble: str = ""
+    place: str = ""
 
     def on(self, data: bytes) -> bytes:
         """``data`` with this mark."""
-        return data + _MARK + f"{self.tag}/{self.trouble}".encode()
+        return data + _MARK + "/".join((self.tag, self.trouble, self.place)).encode()
 
     @classmethod
     def of(cls, data: bytes) -> Mark:

@@ -43,6 +43,7 @@ PATH = "/v1/chat/completions"
 #: A client that stays has an answer by then, or the server has let it down.
 _PATIENCE_S = 30.0
 _THINKING_S = 0.05
+_TURNS_PER_S = 0.75  # of each client, at least: where the cores are slow or taken, a load lasts longer
 _IDLE_S = 1.0  # a connection; below the server's keep-alive, so that no request meets a closing one
 _SLOW_S = 0.03  # between the pieces of a client that takes its time
 
@@ -292,7 +293,7 @@ class Visit:
         """The pictures, with this visit's mark; one of them brings ``trouble``."""
         culprit = self.rng.randrange(len(self.sure.pictures))
         return [
-            Mark(self.tag, trouble if n == culprit else "").on(picture.data)
+            Mark(self.tag, trouble if n == culprit else "", str(n)).on(picture.data)
             for n, picture in enumerate(self.sure.pictures)
         ]
 
@@ -316,18 +317,21 @@ class Visit:
 
 
 class Load:
-    """Clients of several sites. ``sure``: what they may ask for."""
+    """Clients of several sites. ``name``: no other load's; it is in tags. ``sure``: what they may ask for."""
 
-    def __init__(self, seed: str, sites: Sequence[Site], gallery: Gallery, sure: Sequence[Sure]) -> None:
-        self._seed = seed
+    def __init__(
+        self, seed: str, name: str, sites: Sequence[Site], gallery: Gallery, sure: Sequence[Sure]
+    ) -> None:
+        self._seed = f"{seed}/{name}"
+        self._name = name
         self._sites = sites
         self._gallery = gallery
         self._sure = sure
 
     async def run(self, clients: int, seconds: float) -> None:
-        """So many clients at once, for so long; returns when the last has its answer."""
-        until_s = time.monotonic() + seconds
-        await asyncio.gather(*(self._client(number, until_s) for number in range(clients)))
+        """So many clients at once, for so long at least; returns when the last has its answer."""
+        until_s, turns = time.monotonic() + seconds, int(seconds * _TURNS_PER_S)
+        await asyncio.gather(*(self._client(number, until_s, turns) for number in range(clients)))
 
     async def flood(self, site: Site, requests: int) -> None:
         """More requests at once than ``site`` takes."""
@@ -335,17 +339,19 @@ class Load:
         flood = Trouble("flood", time.monotonic())
         site.floods.append(flood)
         visits = [
-            Visit(site, rng, f"f{len(site.floods)}.{n}", rng.choice(self._sure)) for n in range(requests)
+            Visit(site, rng, f"{self._name}.f{len(site.floods)}.{n}", rng.choice(self._sure))
+            for n in range(requests)
         ]
         await asyncio.gather(*(wants_an_answer(visit, self._gallery) for visit in visits))
         flood.ended_s = time.monotonic()
 
-    async def _client(self, number: int, until_s: float) -> None:
+    async def _client(self, number: int, until_s: float, turns: int) -> None:
         rng = random.Random(f"{self._seed}/{number}")
         turn = 0
-        while time.monotonic() < until_s:
+        while turn < turns or time.monotonic() < until_s:
             turn += 1
-            visit = Visit(rng.choice(self._sites), rng, f"{number}.{turn}", rng.choice(self._sure))
+            tag = f"{self._name}.{number}.{turn}"
+            visit = Visit(rng.choice(self._sites), rng, tag, rng.choice(self._sure))
             act = rng.choices([*ACTS], [*ACTS.values()])[0]
             await act(visit, self._gallery)
             await asyncio.sleep(rng.random() * _THINKING_S)

@@ -43,8 +43,9 @@ _CLIENTS = 24
 _FLOOD = 100  # requests at once, where 64 are taken
 _RUDE = 0.05  # share of the relay's connections
 _CANDIDATES = 64  # questions, of which the sure ones are asked
+_CALM = 8  # of them at once
 _SETTLE_S = 15.0  # until all is still, once the clients have gone
-_UNREADY_S = 18.0  # until a broken backend shows: a success counts for 10 s, and a probe takes 5 s at most
+_SHOWS_S = 30.0  # until a broken backend shows: a success counts for 10 s, and a probe takes 5 s at most
 
 _GAUGE = re.compile(
     r"^(retinue_(?:requests_in_flight|pending_\w+|running_cost|oldest_wait_seconds)) (\S+)$", re.MULTILINE
@@ -170,13 +171,12 @@ class Session:
         ``orders``: what goes wrong with one call each of both servers, when the load is half through.
         """
         self._rounds += 1
-        seed = f"{self._seed}/{self._rounds}"
         self._relay.share = _RUDE
         async with AsyncExitStack() as stack:
             gallery = Gallery(await stack.enter_async_context(origin.serving()))
             sites = [await stack.enter_async_context(one.site.open()) for one in self._subjects]
             watches = [stack.enter_context(Watch(one.process)) for one in self._subjects]
-            load = Load(seed, sites, gallery, self._sure)
+            load = Load(self._seed, str(self._rounds), sites, gallery, self._sure)
             await asyncio.gather(
                 load.run(_CLIENTS, seconds),
                 *(self._flood(load, site, seconds * 0.8) for site in sites),
@@ -193,11 +193,13 @@ class Session:
         rng = random.Random(self._seed)
         album = pictures()
         candidates = [Sure.drawn(rng, album) for _ in range(_CANDIDATES)]
+        at_once = asyncio.Semaphore(_CALM)
         async with self._subjects[0].site.open() as site:
 
             async def is_right(sure: Sure) -> bool:
                 body = chat([data_url(picture.data) for picture in sure.pictures], sure.question)
-                return (await by_openai(site, body)).text == sure.answer
+                async with at_once:
+                    return (await by_openai(site, body)).text == sure.answer
 
             verdicts = await asyncio.gather(*(is_right(sure) for sure in candidates))
         self._sure = [sure for sure, right in zip(candidates, verdicts, strict=True) if right]
@@ -233,7 +235,7 @@ class Session:
         async with aiohttp.ClientSession() as session:
 
             async def says(status: int) -> bool:
-                while time.monotonic() - began_s < _UNREADY_S:
+                while time.monotonic() - began_s < _SHOWS_S:
                     async with session.get(f"{url}/ready") as answer:
                         if answer.status == status:
                             return True
@@ -243,7 +245,7 @@ class Session:
             async with session.post(f"{url}/chaos/broken"):
                 pass
             if not await says(503):
-                self._problem(f"ready, though nothing has succeeded for {_UNREADY_S:g} s")
+                self._problem(f"ready, though nothing has succeeded for {_SHOWS_S:g} s")
             self.report.unready_s = time.monotonic() - began_s
             async with session.delete(f"{url}/chaos/broken"):
                 began_s = time.monotonic()
@@ -276,6 +278,9 @@ class Session:
         report.left += site.left
         one.read, one.last = one.read + len(calls), calls
         one.outcomes.update(_outcome(call) for call in calls)
+        troubles = Counter(call.trouble for call in calls)
+        report.losses += troubles["lost"]
+        report.stuck_calls += troubles["stuck"]
         site.forget()
 
     async def _settle(self, one: Subject) -> None:
@@ -305,8 +310,6 @@ class Session:
                 self._problem(f"{one.process.name} counts calls as {one.counted}, its journal {one.outcomes}")
             report.calls += one.read
             report.failed_calls += one.read - one.outcomes["ok"]
-            report.losses += one.outcomes["lost"]
-            report.stuck_calls += one.outcomes["late"]
         report.cuts = len(self._relay.troubles) - report.deaths
         for process in (*(one.process for one in self._subjects), self._upstream):
             if status := await process.end():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from retinue.demo.run import pictures
+
 from .faults import Call, Mark, Schedule
+from .load import Site, Sure, Visit
 from .upstream import Trouble
 from .verdict import Answer, Asked, Circumstances, Look, judge, lies_about_readiness
 
@@ -165,6 +169,15 @@ def test_readiness_may_not_say_anything_else(lie: Look) -> None:
 def test_a_mark_is_found_where_it_was_put_and_nowhere_else() -> None:
     assert Mark.of(Mark("3.4", "nan").on(b"\x89PNG")) == Mark("3.4", "nan")
     assert Mark.of(b"\x89PNG") == Mark()
+
+
+def test_no_picture_of_a_request_is_the_same_as_another() -> None:
+    picture = pictures()[0]
+    sure = Sure((picture, picture), "What number do the images spell?")
+    visit = Visit(Site("http://127.0.0.1:1", through_proxy=False), random.Random(1), "1.1", sure)
+    first, second = visit.marked()
+    assert first != second
+    assert (Mark.of(first).tag, Mark.of(second).tag) == ("1.1", "1.1")
 
 
 def test_a_schedule_is_a_function_of_its_seed_and_keeps_to_its_rates() -> None:

@@ -283,7 +283,7 @@ def test_a_header_that_claims_too_many_pixels_is_refused_before_pillow_sees_it(
 @pytest.mark.parametrize("side", [30000, 13000])
 def test_a_decompression_bomb_is_refused_at_once_and_pillows_guard_stays(side: int) -> None:
     bomb = blank_png(side, side)
-    guard, start = PIL.Image.MAX_IMAGE_PIXELS, time.perf_counter()
+    guard, start = PIL.Image.MAX_IMAGE_PIXELS, time.process_time()
     tracemalloc.start()
     try:
         for _ in range(32):
@@ -292,7 +292,7 @@ def test_a_decompression_bomb_is_refused_at_once_and_pillows_guard_stays(side: i
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert peak < 4 * len(bomb)
     assert guard is not None
     assert guard == PIL.Image.MAX_IMAGE_PIXELS
@@ -720,9 +720,9 @@ def test_a_malformed_mpo_is_still_a_jpeg() -> None:
 def seconds(data: bytes) -> float:
     best = 9.0
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.process_time()
         Image(data).decode()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 

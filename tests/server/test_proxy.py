@@ -471,25 +471,47 @@ async def test_an_answer_that_turns_into_nonsense_breaks_off_for_the_client() ->
         assert await client.rest() == b""
 
 
-@pytest.mark.parametrize(
-    "begun", [b"", b"data: 1\n\n", b'data: 1\n\ndata: {"cho'], ids=["none", "one", "inside"]
-)
+@pytest.mark.parametrize("inside", [b"", b'data: {"cho', b"data: 2\n", b"data: 2\r"])
+@pytest.mark.parametrize("begun", [b"", b"data: 1\n\n", b"data: 1\r\n\r\n", b"data: 1\r\r"])
 async def test_events_that_break_off_end_in_an_error_event_and_are_not_done(
-    begun: bytes, caplog: Any
+    begun: bytes, inside: bytes, caplog: Any
 ) -> None:
+    sent = b"".join(chunk(part) for part in (begun, inside) if part)
     async with (
-        proxied(breaking_off(EVENTS + (chunk(begun) if begun else b""))) as port,
+        proxied(breaking_off(EVENTS + sent)) as port,
         aiohttp.ClientSession() as session,
         session.get(f"http://127.0.0.1:{port}/") as response,
     ):
         events = await response.read()
-    assert events.startswith(begun + b"\n\n")
-    last = events.removeprefix(begun).strip()
-    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert events.startswith(begun + b"data: {")
+    error = json.loads(events.removeprefix(begun + b"data: "))["error"]
     assert (error["type"], error["code"]) == ("server_error", "upstream_disconnected")
     assert events.endswith(b"}\n\n")
     assert b"[DONE]" not in events
     assert [record.levelname for record in caplog.records if record.name == "retinue"] == ["WARNING"]
+
+
+async def test_an_event_passes_as_soon_as_all_of_it_is_there_and_what_is_none_at_the_end() -> None:
+    came = asyncio.Queue[bytes]()
+
+    async def handle(wire: Wire) -> None:
+        await wire.until(END)
+        await wire.send(EVENTS)
+        for part in (b"data: 1\n", b"\ndata: 2\r\n\r", b"\n: beating\n\ndata", b": 3"):
+            await wire.send(chunk(part))
+            if part.endswith(b"data"):
+                assert await came.get() == b"the first two"
+        await wire.send(b"0\r\n\r\n")
+
+    async with (
+        proxied(handle) as port,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/") as response,
+    ):
+        whole = b"data: 1\n\ndata: 2\r\n\r\n: beating\n\n"
+        assert await response.content.readexactly(len(whole)) == whole
+        came.put_nowait(b"the first two")
+        assert await response.read() == b"data: 3"
 
 
 # --- the upstream does not answer ---

@@ -1,6 +1,8 @@
 """A streaming reverse proxy: what stands behind the middleware when another server runs the model.
 
-Bytes pass as they come, both ways. Nothing is held back, decompressed, followed, retried or remembered.
+Bytes pass as they come, both ways; those of an event once all of it is there, so that a stream that breaks
+off can end in an event of ours. Nothing else is held back, and nothing is decompressed, followed, retried or
+remembered.
 
 Who receives
     The upload calls ``receive`` until the body has ended; from then on ``Connection`` does, and when the
@@ -32,6 +34,7 @@ logger = logging.getLogger("retinue")
 Headers = list[tuple[bytes, bytes]]
 
 _HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+_EVENT_ENDS = (b"\n\n", b"\r\r", b"\n\r\n")
 _IDLE_S = 1.0  # below the keep-alive of any server: it is we who close, so no request meets a closing one
 _HEALTH_S = 2.0
 _LOOK_S = 1.0
@@ -192,19 +195,23 @@ async def _pass_on(answer: ClientResponse, send: Send) -> None:
     if answer.status in (204, 304):  # uvicorn takes their length for a promise, and no body comes
         headers = [header for header in headers if header[0] != b"content-length"]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    takes_event, held = _takes_event(headers), b""
     try:
         with _ending_with_its_connection(answer):
             async for chunk in answer.content.iter_any():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if takes_event:
+                    held += chunk
+                    whole = _whole_events(held)
+                    chunk, held = held[:whole], held[whole:]
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except ClientError as error:
         logger.warning("the upstream broke off its answer to %s: %s", answer.url.raw_path, error)
-        if not _takes_event(headers):
+        if not takes_event:
             return  # without a last message the server closes the connection; to raise would add a traceback
         said = refusal(502, "the upstream broke off its answer", code="upstream_disconnected").body
-        # Empty lines first: it may have broken off inside an event.
-        event = b"\n\ndata: " + bytes(said) + b"\n\n"
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        held = b"data: " + bytes(said) + b"\n\n"
+    await send({"type": "http.response.body", "body": held, "more_body": False})
 
 
 @contextlib.contextmanager
@@ -235,6 +242,11 @@ def _takes_event(headers: Headers) -> bool:
     given = dict(headers)
     plain = b"content-length" not in given and b"content-encoding" not in given
     return plain and given.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+
+
+def _whole_events(stream: bytes) -> int:
+    """How many bytes of ``stream`` are whole events: up to the last empty line."""
+    return max((stream.rfind(end) + len(end) for end in _EVENT_ENDS if end in stream), default=0)
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -44,11 +44,15 @@ def test_of_one_cost_alone_a_curve_takes_half_to_be_fixed() -> None:
     assert (curve.fixed_s, curve.per_cost_s) == pytest.approx((4.0, 1.0))
 
 
-@pytest.mark.parametrize("durations_s", [(1.0, 10.0), (10.0, 1.0)], ids=["steep", "falling"])
-def test_no_part_of_a_curve_is_below_nothing(durations_s: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [[(1, 1.0), (2, 10.0)], [(1, 10.0), (2, 1.0)], [(cost, 1e-3 * cost**1.5) for cost in (8, 11, 9)]],
+    ids=["steep", "falling", "rounded"],
+)
+def test_no_part_of_a_curve_is_below_nothing(calls: list[tuple[int, float]]) -> None:
     curve = Curve()
-    curve.note(1, durations_s[0])
-    curve.note(2, durations_s[1])
+    for cost, duration_s in calls:
+        curve.note(cost, duration_s)
     assert curve.fixed_s >= 0
     assert curve.per_cost_s >= 0
 

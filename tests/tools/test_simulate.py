@@ -275,6 +275,8 @@ def test_a_device_that_is_as_fast_whatever_it_gets_has_no_line_that_falls() -> N
 
 def test_no_device_takes_less_than_no_time() -> None:
     assert Device.of([called(1, 0.001), called(2, 0.003), called(3, 0.006)]).line.fixed_s == 0
+    steep = [called(cost, 1e-3 * cost**1.5) for cost in (5, 2, 8)]  # where rounding alone once went below
+    assert Device.of(steep).line.fixed_s == 0
     assert Device(LINE, extras_s=(-1.0,)).seconds(None, 1, random.Random()) == 0
     with pytest.raises(ValueError, match="no part of it is negative"):
         Line(-1e-3, 1e-3)

@@ -83,7 +83,7 @@ class Curve:
         if spread > (mean / 10) ** 2:
             slope = (self._cost_s / calls - mean * mean_s) / spread
             self.per_cost_s = min(max(0.0, slope), mean_s / mean)
-            self.fixed_s = mean_s - self.per_cost_s * mean
+            self.fixed_s = max(0.0, mean_s - self.per_cost_s * mean)
         elif expected_s := self.seconds(mean):  # one cost alone cannot tell the two parts from each other
             self.fixed_s *= mean_s / expected_s
             self.per_cost_s *= mean_s / expected_s

@@ -207,7 +207,7 @@ class Line:
             spread or 1.0
         )
         slope = min(max(0.0, slope), mean_s / mean)
-        return cls(mean_s - slope * mean, slope)
+        return cls(max(0.0, mean_s - slope * mean), slope)
 
 
 @dataclass(frozen=True)

@@ -363,8 +363,8 @@ class Books:
             if first_come + item.cost > self.cap or number == self.max_items:
                 break
             first_come += item.cost
-        # How much memory there is for a batch of this key is not ours to say.
-        is_full = call.cost >= first_come or call.key in self.too_much
+        # How much memory there is for a batch of this key is not ours to say, nor who is known to have left.
+        is_full = call.cost >= first_come or call.key in self.too_much or bool(self.unheard)
         assert is_full, f"first come, first served costs {first_come}, more than {items}"
         self._overtake(item for item in lane[: lane.index(items[-1])] if item not in items)
 
@@ -467,10 +467,14 @@ class Books:
         return 0 if self.call is None else self.call.cost
 
     def unanswered(self) -> tuple[list[Item], list[Item]]:
-        """What waits, or waits to be run again: those that must count as such, and all that may."""
-        must = [*self.waiting, *self.again]
+        """What waits, or waits to be run again: those that must count as such, and all that may.
+
+        Who is no longer looked for has failed, and may not have heard of it.
+        """
+        sought = [item for item in self.again if item.search is None or not item.search.is_spent]
         unheard = [item for request in self.unheard for item in request.items if item.place is _GONE]
-        return must, [*must, *dict.fromkeys([*unheard, *self.stale])]
+        may = dict.fromkeys([*self.waiting, *self.again, *unheard, *self.stale])
+        return [*self.waiting, *sought], list(may)
 
     def check_pending(self, items: int, cost: int, running_cost: int) -> None:
         """What the batcher says of itself, and its bound."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from .driver import quiet, run
-from .schedule import Arrive, Leave, Lose, Memory, Setup, Spin, Step, Stick
+from .schedule import Arrive, Close, Leave, Lose, Memory, Setup, Spin, Step, Stick
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,21 @@ def test_a_full_batch_is_not_held_when_the_caller_before_it_has_left() -> None:
             Spin(loop=1),
         ],
     )
+
+
+def test_an_actor_closed_while_it_loses_its_backend_keeps_no_request_of_one_who_left() -> None:
+    run(Setup(), [Arrive(2, "a1", bare=True), Stick(), Step(), Leave(2), Close(), Lose()])
+
+
+def test_a_batch_is_planned_for_those_of_whom_it_is_not_known_that_they_left() -> None:
+    costs = {5: 3, 6: 3, 7: 1, 8: 2, 9: 2, 10: 1, 11: 2, 12: 7, 13: 2, 15: 3}
+    arrivals = [Arrive(number, f"a{cost}") for number, cost in costs.items()]
+    run(Setup(max_batch_cost=8), [*arrivals, Leave(12)])
+
+
+def test_whoever_no_call_is_left_for_is_not_pending_until_the_caller_has_heard_of_it() -> None:
+    bad = (4, 10, 14, 15, 18)
+    arrivals = [
+        Arrive(number, "a1!" if number in bad else "a1", loop=int(number == 16)) for number in range(3, 26)
+    ]
+    run(Setup(), [Memory(cost=3), *arrivals, Arrive(27, "a7"), Close(drain=True), Step()])

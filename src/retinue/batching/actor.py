@@ -422,7 +422,8 @@ class Actor:
                 goes_on = self.hand_on()
         finally:
             if not goes_on:
-                self._lost = None  # it keeps nothing of a call any more
+                self._lost = None  # it keeps nothing of a call any more, nor of a caller
+                self._abandoned.clear()
                 self.stopped.set_result(None)
 
     def bury(self, reason: str) -> None:

@@ -113,7 +113,8 @@ def _no_op(items: list[Any]) -> list[Any]:
 
 
 def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("reference_batcher", path)
+    """The module in the file at ``path``, which is not on the import path."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)

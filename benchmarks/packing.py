@@ -16,10 +16,8 @@ The calls depend on no clock: they are the same on every machine.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import interleaved, medians, save
+from benchmarks.overhead import load
 from retinue.batching import planner
 
 WAITING = 400
@@ -213,7 +212,7 @@ def main() -> None:
 
     modules: dict[str, Any] = {"retinue": planner}
     if options.against:
-        modules["other"] = _load(options.against)
+        modules["other"] = load(options.against)
     report: dict[str, Any] = {}
     for mix in MIXES:
         packed = {}
@@ -239,16 +238,6 @@ def main() -> None:
                 )
             print(line, flush=True)
     print("written to", save("packing", {"mixes": report}))
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("other_planner", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

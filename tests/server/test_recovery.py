@@ -50,9 +50,10 @@ class Loses(Tags):
 
 
 class Watch:
-    """An observer that hears when a late call has ended; by then the server's own have heard of it."""
+    """An observer that hears that a call is late, or has ended; by then the server's own have heard of it."""
 
     def __init__(self) -> None:
+        self.is_stuck = threading.Event()
         self.is_back = threading.Event()
 
     def on_batch(self, record: BatchRecord) -> None:
@@ -62,7 +63,9 @@ class Watch:
         pass
 
     def on_life(self, record: LifeRecord) -> None:
-        if record.event == "back":
+        if record.event == "stuck":
+            self.is_stuck.set()
+        elif record.event == "back":
             self.is_back.set()
 
 
@@ -106,6 +109,7 @@ async def test_a_forward_beyond_its_time_is_504_others_503_and_it_comes_back() -
         late = await call(stack.app, CHAT, chat([image(3)]))
         assert late.status == 504
         assert (await call(stack.app, CHAT, chat([image(4)]))).status == 503
+        assert await asyncio.to_thread(watch.is_stuck.wait, SOON_S)
         reply = await get(stack, "/ready")
         assert reply.status == 503
         assert reply.json()["reason"] == "a call has been running for more than forward_timeout_s=0.05"
